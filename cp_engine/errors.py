@@ -1,0 +1,87 @@
+"""Every error a user can cause: one form, all problems at once, each with something to paste."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        key: dotted configuration key, or `call.<argument>` for a call at run time.
+        what: the fact, with both numbers.
+        details: label and text of further lines, such as `("rule", "...")`.
+        tries: lines that can be pasted.
+    """
+
+    key: str
+    what: str
+    details: tuple[tuple[str, str], ...] = ()
+    tries: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """The lines below the problem's own, labels aligned."""
+        rows = [*self.details, *(("try" if i == 0 else "", line) for i, line in enumerate(self.tries))]
+        width = max((len(label) for label, _ in rows), default=0)
+        return [f"{label:<{width}}  {text}" for label, text in rows]
+
+
+class CPError(Exception):
+    """Base of all errors that a user can cause; its text lists every problem.
+
+    Args:
+        problems: what is wrong, in the order of the configuration.
+        source: what was being read, such as `cp=mine`.
+    """
+
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        super().__init__(self._text())
+
+    def __reduce__(self) -> tuple[type["CPError"], tuple[tuple[Problem, ...], str]]:
+        return type(self), (self.problems, self.source)  # the text is not the argument
+
+    def _text(self) -> str:
+        kind, where = type(self).__name__, f" in {self.source}" if self.source else ""
+        count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
+        lines = [f"{kind}: {count}{where}"]
+        for i, problem in enumerate(self.problems, 1):
+            lines.append(f"  {i}. {problem.key}  {problem.what}")
+            lines += [f"     {line}" for line in problem.lines()]
+        return "\n".join(lines)
+
+
+class ConfigError(CPError):
+    """A key, a name, a type or a value that the configuration does not allow."""
+
+
+class LayoutError(CPError):
+    """A step that cannot produce its layout from the layouts before it."""
+
+
+class CoverageError(CPError):
+    """A composition that would not compute every visible (query, key) pair exactly once."""
+
+
+class KernelError(CPError):
+    """A call that the chosen attention kernel cannot do."""
+
+
+class CallError(CPError):
+    """A call at run time that differs from what the plan was proved for."""
+
+
+def suggest(word: str, allowed: Iterable[str]) -> str | None:
+    """The allowed word nearest to a misspelt one.
+
+    Args:
+        word: what the user wrote.
+        allowed: what could have been meant.
+
+    Returns:
+        The nearest allowed word, or None when nothing is near.
+    """
+    return next(iter(difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)), None)
