@@ -1,0 +1,185 @@
+"""The proof: every step's layouts are inferred, compared with what it needs, and all problems are reported together.
+
+1. available     what a step delivers is held by exactly one rank of each group               (Exchange.infer)
+2. exactly once  every visible (query head, query, key) triple is computed by one rank, once   (Dense.infer, one_copy)
+3. returned      out ends in the layout in which q came                                        (prove)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cp_engine.errors import CoverageError, CPError, Problem
+from cp_engine.index_set import IndexSet, union, whole
+from cp_engine.layout import Layout, Mesh
+from cp_engine.mask import Mask
+from cp_engine.plan import Plan, PlannedStep, Refused, Shape, State, Step
+from cp_engine.primitives import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """A strategy as typed data, before any shape is known.
+
+    Args:
+        name: for people.
+        mesh: axes, major first.
+        layout: how the model's tokens are dealt.
+        steps: in the order in which they run.
+        recompute: what activation checkpointing repeats.
+    """
+
+    name: str
+    mesh: Mesh
+    layout: Order
+    steps: tuple[Step, ...]
+    recompute: str
+
+
+def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
+    """Infers every layout and proves the three parts above.
+
+    Args:
+        composition: what to prove.
+        shape: the attention call, in global sizes.
+        mask: what queries may see.
+
+    Returns:
+        The plan; equal on every rank.
+
+    Raises:
+        CPError: LayoutError or CoverageError with the problem's key, layouts, rule and what to try.
+    """
+    mesh = composition.mesh
+    sequence = composition.layout.spread(mesh, shape.sequence)
+    entry = Layout(sequence, (whole(shape.heads),) * mesh.degree)
+    state = State(mesh=mesh, shape=shape, mask=mask, layouts=dict.fromkeys(("q", "k", "v"), entry))
+    planned = []
+    for step in composition.steps:
+        before = state
+        try:
+            state, transfers = step.infer(state)
+            if "out" in state.layouts and "out" not in before.layouts:
+                one_copy(state.layouts["out"], shape)
+        except Refused as refused:
+            raise _error(refused, step, composition, before, shape) from None
+        planned.append(
+            PlannedStep(
+                step=step, before=tuple(before.layouts.items()), after=tuple(state.layouts.items()), transfers=transfers
+            )
+        )
+    if "out" not in state.layouts:
+        raise CoverageError(
+            [
+                Problem(
+                    key="cp.order",
+                    what="no step attends, so nothing makes out",
+                    details=(("rule", "a composition attends once"),),
+                )
+            ],
+            _source(composition),
+        )
+    if state.layouts["out"] != entry:
+        raise CoverageError([_not_returned(state, entry, composition)], _source(composition))
+    return Plan(
+        name=composition.name,
+        mesh=mesh,
+        shape=shape,
+        mask=mask,
+        order=str(composition.layout),
+        entry=entry,
+        steps=tuple(planned),
+        recompute=composition.recompute,
+    )
+
+
+def one_copy(out: Layout, shape: Shape) -> None:
+    """Every (query head, query) is attended for on one rank: with more copies the adjoint would be wrong.
+
+    Raises:
+        Refused: with the numbers.
+    """
+    copies = sum(s.count * h.count for s, h in zip(out.sequence, out.heads, strict=True))
+    rule = "each query of each head is attended for on one rank"
+    rows = shape.sequence * shape.heads
+    if copies != rows:
+        how = f"{copies // rows} times" if copies % rows == 0 else f"{copies} times in all"
+        what = f"the {rows} (head, query) rows would be computed {how}, on several ranks at once"
+        raise Refused(what, rule=rule, kind=CoverageError)
+    by_heads: dict[IndexSet, list[IndexSet]] = {}
+    for positions, heads in zip(out.sequence, out.heads, strict=True):
+        if heads.count:
+            by_heads.setdefault(heads, []).append(positions)
+    for heads, sets in by_heads.items():
+        try:
+            union(sets, shape.sequence)
+        except ValueError as error:
+            raise Refused(
+                f"heads {heads}: queries are computed twice: {error}", rule=rule, kind=CoverageError
+            ) from None
+
+
+def describe(layout: Layout, mesh: Mesh, rank: int) -> str:
+    """What one rank holds, for an error message."""
+    return f"sequence {layout.sequence[rank]}, heads {layout.heads[rank]} at {mesh.coordinate(rank)}"
+
+
+def _error(refused: Refused, step: Step, composition: Composition, state: State, shape: Shape) -> CPError:
+    key = f"cp.steps.{step.name}"
+    names = [s.name for s in composition.steps]
+    here = names.index(step.name)
+    free = next(name for name in ("gather", *(f"gather_{i}" for i in range(1, len(names) + 1))) if name not in names)
+    words = {
+        "{key}": key,
+        "{name}": step.name,
+        "{free}": free,
+        "{with}": ",".join([*names[:here], free, *names[here:]]),
+        "{without}": ",".join(n for n in names if n != step.name),
+    }
+    rank = min(1, state.mesh.degree - 1) if refused.rank is None else refused.rank
+    shown = [(tensor, layout) for tensor, layout in state.layouts.items() if tensor in refused.shows]
+    layouts = [
+        ("layout" if i == 0 else "", f"{tensor} holds {describe(layout, state.mesh, rank)}")
+        for i, (tensor, layout) in enumerate(shown)
+    ]
+    mesh = " ".join(f"{a}={s}" for a, s in zip(state.mesh.axes, state.mesh.sizes, strict=True)) or "of one rank"
+    at = f"{key} ({step.kind})   mesh {mesh}   mask {state.mask.kind}   sequence={shape.sequence}"
+    problem = Problem(
+        key=key,
+        what=str(refused),
+        details=(("at", at), *refused.details, *layouts, ("rule", refused.rule)),
+        tries=tuple(_filled(t, words) for t in refused.tries),
+    )
+    return refused.kind([problem], _source(composition))
+
+
+def _filled(line: str, words: Mapping[str, str]) -> str:
+    for word, value in words.items():
+        line = line.replace(word, value)
+    return line
+
+
+def _not_returned(state: State, entry: Layout, composition: Composition) -> Problem:
+    out, rank = state.layouts["out"], min(1, state.mesh.degree - 1)
+    left = state.history.get("out", ())
+    tries: Sequence[str] = ()
+    if left:
+        back = f"{left[-1].step}_back"
+        order = ",".join([*(s.name for s in composition.steps), back])
+        tries = (
+            f"+collective@cp.steps.{back}=undo cp.steps.{back}.of={left[-1].step} 'cp.steps.{back}.tensors=[out]' 'cp.order=[{order}]'",
+        )
+    return Problem(
+        key="cp.order",
+        what="out does not end in the layout in which q came"
+        + (f": {', '.join(p.step for p in left)} is not taken back" if left else ""),
+        details=(
+            ("layout", f"q came with  {describe(entry, state.mesh, rank)}"),
+            ("", f"out ends with {describe(out, state.mesh, rank)}"),
+            ("rule", "the model gets its result where its queries were"),
+        ),
+        tries=tuple(tries),
+    )
+
+
+def _source(composition: Composition) -> str:
+    return f"cp={composition.name}"

@@ -1,0 +1,255 @@
+"""Plan: what a composition does, step by step, for every rank; equal on all ranks and made without a device or a process group."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from cp_engine.errors import CPError, LayoutError
+from cp_engine.layout import Layout, Mesh, Transfer, image
+from cp_engine.mask import Mask
+
+if TYPE_CHECKING:
+    from cp_engine.lower import Operation, Target
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""dtype -> bytes of one element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The attention call that a plan is for, in global sizes.
+
+    Args:
+        batch: sequences per call; bytes scale with it, nothing else does.
+        sequence: global length in tokens.
+        heads: query heads.
+        kv_heads: key and value heads; divides heads.
+        head_dim: of q and k.
+        v_head_dim: of v and out.
+        dtype: a key of BYTES.
+    """
+
+    batch: int
+    sequence: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.kv_heads
+
+    def heads_per_head(self, tensor: str) -> int:
+        """q heads per head of a tensor."""
+        return self.group_size if tensor in ("k", "v") else 1
+
+    def width(self, tensor: str) -> int:
+        """Elements per (head, position) of a tensor."""
+        return self.head_dim if tensor in ("q", "k") else self.v_head_dim
+
+
+class Refused(Exception):
+    """The bare reason why a step cannot be; the step loop adds its key and the layouts.
+
+    Args:
+        what: the fact, with both numbers.
+        rule: the rule in one sentence.
+        details: further labelled lines.
+        tries: lines that can be pasted; `{key}` becomes the step's dotted key.
+        kind: which error the user sees.
+        rank: the rank whose layouts the message shows; None is the second, where a remainder or a shift is seen.
+        shows: the tensors whose layouts it shows, where they exist.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rule: str,
+        details: Sequence[tuple[str, str]] = (),
+        tries: Sequence[str] = (),
+        kind: type[CPError] = LayoutError,
+        rank: int | None = None,
+        shows: Sequence[str] = ("q", "k", "out"),
+    ) -> None:
+        super().__init__(what)
+        self.what, self.rule, self.details, self.tries = what, rule, tuple(details), tuple(tries)
+        self.kind, self.rank, self.shows = kind, rank, tuple(shows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passed:
+    """An exchange that a tensor went through: the step's name, its axes and the layout before it."""
+
+    step: str
+    axes: tuple[str, ...]
+    before: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What is known between two steps.
+
+    Args:
+        layouts: tensor -> layout now.
+        history: tensor -> exchanges that it went through and that no `undo` has taken back.
+    """
+
+    mesh: Mesh
+    shape: Shape
+    mask: Mask
+    layouts: Mapping[str, Layout]
+    history: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
+
+    def layout(self, tensor: str) -> Layout:
+        """The layout of a tensor now."""
+        if tensor not in self.layouts:
+            raise Refused(
+                f"there is no tensor {tensor!r} before this step",
+                rule="a step moves tensors that the call brings or an earlier step makes",
+                details=(("tensors", ", ".join(self.layouts)),),
+            )
+        return self.layouts[tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one step costs, per rank; index 0 of the last field is forward, 1 backward.
+
+    Args:
+        bytes_sent: [2][ranks] bytes that leave each rank.
+        link_bytes: [2] largest number of bytes from one rank to another.
+        collectives: [2] collectives that each rank takes part in.
+        pairs: [ranks] visible (query head, query, key) triples computed, forward.
+        buffer_bytes: [ranks] bytes of what the step makes: its outputs and exchange buffers, forward.
+    """
+
+    bytes_sent: tuple[tuple[int, ...], tuple[int, ...]]
+    link_bytes: tuple[int, int]
+    collectives: tuple[int, int]
+    pairs: tuple[int, ...]
+    buffer_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(ABC):
+    """A primitive: its fields, and what follows from them, side by side.
+
+    Args:
+        name: the step's key in the composition.
+    """
+
+    kind: ClassVar[str]
+    name: str
+
+    @abstractmethod
+    def infer(self, state: State) -> "tuple[State, tuple[Transfer, ...]]":
+        """The layouts after this step and the transfers that bring them about; raises Refused."""
+
+    @abstractmethod
+    def adjoint(self, planned: "PlannedStep") -> "tuple[Transfer, ...]":
+        """The transfers that the gradients make; empty where nothing moves."""
+
+    @abstractmethod
+    def cost(self, planned: "PlannedStep", plan: "Plan") -> Cost:
+        """Bytes, work and buffers, from the same layouts and transfers that are executed."""
+
+    @abstractmethod
+    def lower(self, planned: "PlannedStep", plan: "Plan", target: "Target") -> "Operation":
+        """The step as something to run on the target's ranks: forward, and its adjoint as backward."""
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the step's own fields name."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A step with the layouts around it.
+
+    Args:
+        before, after: tensor name and layout pairs.
+        transfers: one per tensor that moves; empty for attention.
+    """
+
+    step: Step
+    before: tuple[tuple[str, Layout], ...]
+    after: tuple[tuple[str, Layout], ...]
+    transfers: tuple[Transfer, ...]
+
+    def layout_before(self, tensor: str) -> Layout:
+        return dict(self.before)[tensor]
+
+    def layout_after(self, tensor: str) -> Layout:
+        return dict(self.after)[tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A proved composition: layouts, transfers and tiles follow from it and from nothing else.
+
+    Args:
+        name: the preset's name, for people.
+        order: how the model's tokens are dealt, for people, such as `zigzag over ring`.
+        entry: the layout of q, k, v and of the result.
+        recompute: what activation checkpointing repeats; `all` is everything.
+    """
+
+    name: str
+    mesh: Mesh
+    shape: Shape
+    mask: Mask
+    order: str
+    entry: Layout
+    steps: tuple[PlannedStep, ...]
+    recompute: str = "all"
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks."""
+        return self.mesh.degree
+
+    @cached_property
+    def wide_gradients(self) -> frozenset[str]:
+        """Tensors whose gradients travel in float32 when the dtype is a half type: those that some step sends to several ranks."""
+        half = BYTES[self.shape.dtype] < 4
+        return frozenset(t.tensor for s in self.steps for t in s.transfers if half and t.is_replicating)
+
+    @cached_property
+    def costs(self) -> tuple[Cost, ...]:
+        """The cost of every step."""
+        return tuple(s.step.cost(s, self) for s in self.steps)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash that is equal on ranks whose plans are equal."""
+        steps = [(repr(s.step), hash_of(s.after)) for s in self.steps]
+        return hashlib.sha256(repr((self.mesh, self.shape, self.mask, self.order, steps)).encode()).hexdigest()[:16]
+
+    def with_batch(self, batch: int) -> "Plan":
+        """The same plan for another number of sequences per call."""
+        return replace(self, shape=replace(self.shape, batch=batch))
+
+
+def hash_of(layouts: tuple[tuple[str, Layout], ...]) -> str:
+    """A stable digest of layouts (Python's own hash differs between processes for strings)."""
+    text = repr([(n, [s.runs for s in x.sequence], [h.runs for h in x.heads]) for n, x in layouts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def counts(layout: Layout, shape: Shape, tensor: str) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Elements of a tensor that each rank holds under a layout."""
+    group, scale = shape.heads_per_head(tensor), shape.batch * shape.width(tensor)
+    return np.array(
+        [s.count * image(h, group).count * scale for s, h in zip(layout.sequence, layout.heads, strict=True)],
+        dtype=np.int64,
+    )

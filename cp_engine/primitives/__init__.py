@@ -1,0 +1,36 @@
+"""The one table of primitives: kind -> class. Own ones come from the entry-point group `cp_engine.primitives`."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from cp_engine.plan import Step
+from cp_engine.primitives.attention import Dense
+from cp_engine.primitives.collective import AllGather, AllToAll, Undo
+from cp_engine.primitives.order import Contiguous, Order, Reorder, Striped, Zigzag
+
+ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped)}
+"""Config group `layout/`."""
+
+STEPS: Mapping[str, type[Step]] = {c.kind: c for c in (AllToAll, AllGather, Undo, Reorder, Dense)}
+"""Config groups `collective/` and `attention/`."""
+
+PRIMITIVES: Mapping[str, type[Order] | type[Step]] = {**ORDERS, **STEPS}
+
+
+def installed() -> dict[str, type[Order] | type[Step]]:
+    """The table with what other installed packages add to it.
+
+    Raises:
+        ValueError: a package names a kind that exists already, or something that is no primitive.
+    """
+    table = dict(PRIMITIVES)
+    for entry in entry_points(group="cp_engine.primitives"):
+        primitive = entry.load()
+        if not (isinstance(primitive, type) and issubclass(primitive, Order | Step)):
+            raise ValueError(f"entry point {entry.name} of {entry.value} is not a Step or an Order")
+        if primitive.kind in table:
+            raise ValueError(
+                f"entry point {entry.name} of {entry.value} defines {primitive.kind!r}, which exists already"
+            )
+        table[primitive.kind] = primitive
+    return table

@@ -1,0 +1,151 @@
+"""What all exchanges share: a destination layout is inferred, and transfers, bytes, adjoint and execution follow from it."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cp_engine.errors import CoverageError
+from cp_engine.index_set import IndexSet
+from cp_engine.layout import Layout, Table, Transfer, cut_by, joined
+from cp_engine.lower import ExchangeOperation, Operation, Target
+from cp_engine.plan import BYTES, Cost, Passed, Plan, PlannedStep, Refused, State, Step, counts
+
+PACKED_BYTES = 1 << 20
+"""Up to this many bytes per rank, one collective for all tensors costs less than one each; above it, an extra copy of a large
+buffer costs more than it saves (docs/benchmarks.md has the measurement)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange(Step):
+    """A step that moves tensors between ranks.
+
+    Args:
+        tensors: names of the tensors that move, such as q, k, v.
+    """
+
+    tensors: tuple[str, ...] = field(metadata={"min_length": 1})
+
+    @abstractmethod
+    def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
+        """The mesh axes whose ranks exchange this tensor with each other."""
+
+    @abstractmethod
+    def destination(self, state: State, tensor: str) -> Layout:
+        """The layout of a tensor after the step; raises Refused."""
+
+    def history(self, state: State, tensor: str) -> tuple[Passed, ...]:
+        """The exchanges that `undo` can take back after this step."""
+        passed = Passed(step=self.name, axes=self.axes_of(state, tensor), before=state.layout(tensor))
+        return (*state.history.get(tensor, ()), passed)
+
+    def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
+        layouts, histories, transfers = dict(state.layouts), dict(state.history), []
+        for tensor in self.tensors:
+            after = self.destination(state, tensor)
+            groups = tuple(state.mesh.groups(self.axes_of(state, tensor)))
+            transfer = Transfer(tensor, state.layout(tensor), after, groups, state.shape.heads_per_head(tensor))
+            self._require_available(state, transfer)
+            layouts[tensor], histories[tensor] = after, self.history(state, tensor)
+            transfers.append(transfer)
+        return replace(state, layouts=layouts, history=histories), tuple(transfers)
+
+    def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
+        return tuple(t.adjoint for t in planned.transfers)
+
+    def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
+        return ExchangeOperation(
+            planned.transfers,
+            self.adjoint(planned),
+            target,
+            is_packed=self.is_packed(planned, plan),
+            wide=plan.wide_gradients,
+        )
+
+    def is_packed(self, planned: PlannedStep, plan: Plan) -> bool:
+        """Whether all tensors travel in one collective."""
+        sent = _total([_sent(t, plan, BYTES[plan.shape.dtype]) for t in planned.transfers]).sum(1)
+        return len(planned.transfers) > 1 and int(np.max(sent)) <= PACKED_BYTES
+
+    def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
+        forward_size = {t.tensor: BYTES[plan.shape.dtype] for t in planned.transfers}
+        backward_size = {n: 4 if n in plan.wide_gradients else size for n, size in forward_size.items()}
+        forward = _total([_sent(t, plan, forward_size[t.tensor]) for t in planned.transfers])
+        backward = _total([_sent(t, plan, backward_size[t.tensor]) for t in self.adjoint(planned)])
+        made = np.sum(
+            [counts(t.after, plan.shape, t.tensor) * forward_size[t.tensor] for t in planned.transfers], axis=0
+        )
+        buffers = made + forward.sum(1) + forward.sum(0)
+        return Cost(
+            bytes_sent=(_ints(forward.sum(1)), _ints(backward.sum(1))),
+            link_bytes=(int(forward.max(initial=0)), int(backward.max(initial=0))),
+            collectives=(
+                self._collectives(planned, plan, forward_size),
+                self._collectives(planned, plan, backward_size),
+            ),
+            pairs=(0,) * plan.degree,
+            buffer_bytes=_ints(buffers),
+        )
+
+    def _collectives(self, planned: PlannedStep, plan: Plan, sizes: Mapping[str, int]) -> int:
+        moving = [t.tensor for t in planned.transfers if t.moves_anything]
+        if not moving:
+            return 0
+        return (
+            len({sizes[t.tensor] for t in planned.transfers})
+            if self.is_packed(planned, plan)
+            else len(planned.transfers)
+        )
+
+    def joined(self, state: State, tensor: str, dim: str, axes: tuple[str, ...]) -> tuple[IndexSet, ...]:
+        """What the ranks along `axes` hold together; refuses what would be there twice."""
+        held = state.layout(tensor).of(dim)
+        try:
+            return joined(state.mesh, held, axes)
+        except ValueError as error:
+            uncut = [axis for axis in axes if axis not in cut_by(state.mesh, held)]
+            what = f"the ranks along {', '.join(axes)} hold {tensor}'s {dim} more than once: {error}"
+            if uncut:
+                size = state.mesh.size(uncut)
+                what = (
+                    f"every rank along {', '.join(uncut)} holds the same {dim} of {tensor} already; "
+                    f"joining them would count each position {size} times"
+                )
+            raise Refused(
+                what,
+                rule=f"an axis that joins {dim} must cut the same {dim} before: nothing may be there twice",
+                tries=("'~cp.steps.{name}' 'cp.order=[{without}]'",),
+                kind=CoverageError,
+            ) from None
+
+    def _require_available(self, state: State, transfer: Transfer) -> None:
+        """Every element that a rank shall hold comes from exactly one rank of its group."""
+        for group, table in zip(transfer.groups, transfer.tables, strict=True):
+            for rank, arriving in zip(group, table.sum(0), strict=True):
+                sequence, heads = transfer.after.sequence[rank], transfer.after.heads[rank]
+                wanted = sequence.count * transfer.kv_count(heads)
+                if int(arriving) != wanted:
+                    raise Refused(
+                        f"{transfer.tensor} at {state.mesh.coordinate(rank)} would need {wanted} (head, position) pairs "
+                        f"and its group holds {arriving} of them",
+                        rule="a step can only deliver what the ranks of its group hold",
+                    )
+
+
+def _total(tables: list[Table]) -> Table:
+    out: Table = np.sum(tables, axis=0)
+    return out
+
+
+def _ints(values: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[int, ...]:
+    return tuple(int(v) for v in values)
+
+
+def _sent(transfer: Transfer, plan: Plan, size: int) -> Table:
+    """Bytes from rank to rank; what a rank keeps is not counted."""
+    table = np.zeros((plan.degree, plan.degree), dtype=np.int64)
+    for group, rows in zip(transfer.groups, transfer.tables, strict=True):
+        table[np.ix_(group, group)] = rows
+    np.fill_diagonal(table, 0)
+    return table * (plan.shape.batch * plan.shape.width(transfer.tensor) * size)

@@ -1,0 +1,243 @@
+"""Reader: names, types and values of a composition, field by field; it collects problems instead of raising."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any, TypeVar
+
+from cp_engine.errors import Problem, suggest
+from cp_engine.layout import Mesh
+from cp_engine.plan import Step
+from cp_engine.primitives import Order, installed
+
+P = TypeVar("P", Order, Step)
+
+
+class Reader:
+    """Collects problems while reading."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+        self.table = installed()
+
+    def add(self, key: str, what: str, details: Sequence[tuple[str, str]] = (), tries: Sequence[str] = ()) -> None:
+        self.problems.append(Problem(key=key, what=what, details=tuple(details), tries=tuple(tries)))
+
+    def unknown(self, where: str, node: Mapping[str, object], allowed: Sequence[str]) -> None:
+        for key in node:
+            if key not in allowed:
+                near = suggest(key, allowed)
+                right = f" ++{where}.{near}={_pasted(node[key])}" if near else ""
+                tries = (f"'~{where}.{key}'{right}",)
+                self.add(f"{where}.{key}", "unknown key", details=(("allowed", ", ".join(allowed)),), tries=tries)
+
+    def text(self, key: str, value: object) -> str:
+        if not isinstance(value, str) or not value:
+            self.add(key, f"must be a name, not {value!r}")
+            return ""
+        return value
+
+    def one_of(self, key: str, value: object, allowed: Sequence[object]) -> bool:
+        if value in allowed and not isinstance(value, bool):
+            return True
+        near = suggest(str(value), [str(a) for a in allowed]) or allowed[0]
+        self.add(
+            key,
+            f"{value!r} is not a choice",
+            details=(("allowed", ", ".join(map(str, allowed))),),
+            tries=(f"{key}={near}",),
+        )
+        return False
+
+    def names(self, key: str, value: object) -> tuple[str, ...] | None:
+        if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        self.add(
+            key,
+            f"must be a list of names, not {value!r}",
+            tries=(f"'{key}=[{value}]'",) if isinstance(value, str) else (),
+        )
+        return None
+
+    # -------------------------------------------------------------- mesh
+    def mesh(self, cp: Mapping[str, object], world_degree: int | None) -> Mesh:
+        sizes, axes = cp.get("mesh"), self.names("cp.axes", cp.get("axes"))
+        if not isinstance(sizes, Mapping):
+            self.add("cp.mesh", f"must map each axis to its size, not {sizes!r}", tries=("'+cp.mesh={cp: 2}'",))
+            return Mesh(axes=(), sizes=())
+        for axis, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                self.add(
+                    f"cp.mesh.{axis}", f"must be a whole number of ranks, not {size!r}", tries=(f"cp.mesh.{axis}=2",)
+                )
+        if axes is not None and sorted(axes) != sorted(sizes):
+            self.add(
+                "cp.axes",
+                f"[{', '.join(axes)}] is not an order of the mesh axes [{', '.join(sizes)}]",
+                details=(("rule", "axes lists every axis of mesh once, major first"),),
+                tries=(f"'cp.axes=[{','.join(sizes)}]'",),
+            )
+        if self.problems or axes is None:
+            return Mesh(axes=tuple(sizes), sizes=(1,) * len(sizes))
+        mesh = Mesh(axes=axes, sizes=tuple(sizes[a] for a in axes))
+        for key, degree in (("cp.degree", cp.get("degree")), ("the device mesh", world_degree)):
+            mesh = self._resized(mesh, key, degree)
+        return mesh
+
+    def _resized(self, mesh: Mesh, key: str, degree: object) -> Mesh:
+        if degree is None or degree == mesh.degree:
+            return mesh
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            self.add(key, f"must be a whole number of ranks, not {degree!r}")
+        elif len(mesh.axes) == 1:
+            return Mesh(axes=mesh.axes, sizes=(degree,))
+        else:
+            product = " x ".join(f"{a}={s}" for a, s in zip(mesh.axes, mesh.sizes, strict=True)) or "one rank"
+            self.add(
+                key,
+                f"asks for {degree} ranks, and the mesh has {mesh.degree} ({product})",
+                details=(
+                    (
+                        "rule",
+                        "with one axis the degree sets it; with several the sizes are given and must multiply to it",
+                    ),
+                ),
+                tries=(f"cp.degree={mesh.degree}", *(f"cp.mesh.{a}=..." for a in mesh.axes)),
+            )
+        return mesh
+
+    # -------------------------------------------------------------- layout and steps
+    def layout(self, cp: Mapping[str, object], mesh: Mesh) -> Order | None:
+        return self.order_of("cp.layout", cp.get("layout"), mesh)
+
+    def order_of(self, key: str, node: object, mesh: Mesh) -> Order | None:
+        orders = {k: c for k, c in self.table.items() if issubclass(c, Order)}
+        whole = node
+        if isinstance(node, str):
+            node = {"kind": node}
+        if not isinstance(node, Mapping):
+            self.add(key, f"must be a layout, not {node!r}", tries=(f"+layout@{key}={next(iter(orders))}",))
+            return None
+        kind = node.get("kind")
+        if not isinstance(kind, str) or kind not in orders:
+            near = suggest(str(kind), orders) or next(iter(orders))
+            field = f"{key}.kind" if isinstance(whole, Mapping) else key
+            self.add(field, f"{kind!r} is not a layout", (("allowed", ", ".join(orders)),), (f"{field}={near}",))
+            return None
+        return self.built(key, orders[kind], {k: v for k, v in node.items() if k != "kind"}, mesh, ())
+
+    def steps(self, cp: Mapping[str, object], mesh: Mesh) -> tuple[Step, ...]:
+        nodes, order = cp["steps"], self.names("cp.order", cp["order"])
+        if not isinstance(nodes, Mapping):
+            self.add("cp.steps", f"must map each step's name to its fields, not {nodes!r}")
+            return ()
+        self.order(order, list(nodes))
+        built = {}
+        kinds = {k: c for k, c in self.table.items() if issubclass(c, Step)}
+        for name, node in nodes.items():
+            key = f"cp.steps.{name}"
+            if not isinstance(node, Mapping):
+                self.add(key, f"must be a step with a kind, not {node!r}")
+                continue
+            kind = node.get("kind")
+            if not isinstance(kind, str) or kind not in kinds:
+                near = suggest(str(kind), kinds)
+                self.add(
+                    f"{key}.kind",
+                    f"{kind!r} is not a step",
+                    (("allowed", ", ".join(kinds)),),
+                    (f"{key}.kind={near}",) if near else (),
+                )
+                continue
+            earlier = [n for n in order or () if n in nodes and n != name]
+            rest = {"name": name, **{k: v for k, v in node.items() if k != "kind"}}
+            step = self.built(key, kinds[kind], rest, mesh, earlier)
+            if step is not None:
+                built[name] = step
+        return tuple(built[n] for n in order or () if n in built)
+
+    def order(self, order: Sequence[str] | None, steps: Sequence[str]) -> None:
+        """Every step once, and nothing else; each problem comes with a list that can be pasted."""
+        if order is None:
+            return
+        missing = [name for name in steps if name not in order]
+        meant = {n: suggest(n, missing) or suggest(n, steps) for n in order if n not in steps}
+        fixed = list(dict.fromkeys(m for n in order if (m := meant.get(n, n)) is not None))
+        pasted = f"'cp.order=[{','.join(fixed)}]'"
+        for i, name in enumerate(order):
+            if name in order[:i]:
+                self.add(f"cp.order[{i}]", f"{name!r} is there twice", (("rule", "every step runs once"),), (pasted,))
+            elif name in meant:
+                self.add(
+                    f"cp.order[{i}]", f"{name!r} is not one of the steps", (("allowed", ", ".join(steps)),), (pasted,)
+                )
+        for name in missing:
+            if name not in meant.values():  # else the misspelt word says it already
+                tries = (f"'cp.order=[{','.join([*fixed, name])}]'", f"'~cp.steps.{name}'")
+                self.add(f"cp.steps.{name}", "is not in cp.order", (("rule", "every step runs once"),), tries)
+
+    def built(self, key: str, kind: type[P], node: Mapping[str, object], mesh: Mesh, steps: Sequence[str]) -> P | None:
+        """A primitive from its fields, which its dataclass declares."""
+        declared = {f.name: f for f in fields(kind)}
+        count = len(self.problems)
+        self.unknown(key, {k: v for k, v in node.items() if k != "name"}, [n for n in declared if n != "name"])
+        values: dict[str, Any] = {}  # each checked against its field's declaration
+        for name, f in declared.items():
+            if name in node and node[name] != "???":
+                values[name] = self.value(f"{key}.{name}", f, node[name], mesh, steps)
+            elif f.default is MISSING:
+                self.add(
+                    f"{key}.{name}",
+                    f"has no value, and {kind.kind} needs one",
+                    details=(("allowed", _allowed(f, mesh, steps)),),
+                )
+        return kind(**values) if len(self.problems) == count else None
+
+    def value(self, key: str, f: "Field[object]", value: object, mesh: Mesh, steps: Sequence[str]) -> object:
+        rule = f.metadata
+        if rule.get("is_order"):
+            return self.order_of(key, value, mesh)
+        if "str" == getattr(f.type, "__name__", ""):
+            if rule.get("is_step"):
+                self.one_of(key, value, list(steps)) if steps else self.add(
+                    key, f"{value!r} is not one of the other steps"
+                )
+            elif "allowed" in rule:
+                self.one_of(key, value, rule["allowed"])
+            else:
+                self.text(key, value)
+            return value
+        if value is None and f.default is None:
+            return None
+        names = self.names(key, value)
+        if names is not None:
+            if len(names) < rule.get("min_length", 0) or len(set(names)) != len(names):
+                self.add(key, f"[{', '.join(names)}] must name at least one, each once")
+            if f.name in ("axes", "over", "rotate"):
+                for axis in names:
+                    if axis not in mesh.axes:
+                        self.add(
+                            key,
+                            f"{axis!r} is not a mesh axis",
+                            (("allowed", ", ".join(mesh.axes) or "the mesh has none"),),
+                            _near(key, axis, mesh),
+                        )
+                if f.default is MISSING and not names:
+                    self.add(key, "[] must name at least one mesh axis")
+        return names
+
+
+def _near(key: str, axis: str, mesh: Mesh) -> tuple[str, ...]:
+    near = suggest(axis, mesh.axes) or (mesh.axes[0] if len(mesh.axes) == 1 else None)
+    return (f"'{key}=[{near}]'",) if near else ()
+
+
+def _allowed(f: "Field[object]", mesh: Mesh, steps: Sequence[str]) -> str:
+    if f.metadata.get("is_axes"):
+        return "a list of " + (", ".join(mesh.axes) or "mesh axes")
+    if f.metadata.get("is_step"):
+        return ", ".join(steps)
+    return ", ".join(f.metadata.get("allowed", ("a list of tensors, such as q, k, v",)))
+
+
+def _pasted(value: object) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,105 @@
+"""Schema: a composed configuration becomes a typed Composition, and with a shape and a mask a proved Plan.
+
+Every name, type and value is checked here, and all problems are reported together.
+"""
+
+from collections.abc import Mapping
+
+from cp_engine.check import Composition, prove
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.mask import Mask, mask_of
+from cp_engine.plan import BYTES, Plan, Shape
+from cp_engine.reader import Reader
+
+KEYS = ("name", "mesh", "axes", "order", "steps", "layout", "degree", "pipeline", "recompute")
+
+
+def plan_from_config(
+    cp: Mapping[str, object],
+    *,
+    shape: Shape,
+    mask: Mapping[str, object] | str | Mask,
+    world_degree: int | None = None,
+) -> Plan:
+    """Reads, checks and proves a composition.
+
+    Args:
+        cp: the composed `cp` node, as plain data.
+        shape: the attention call, in global sizes.
+        mask: kind, or a mapping with `kind` and its fields.
+        world_degree: number of ranks there are, where that is known; None takes what the mesh says.
+
+    Returns:
+        The plan.
+
+    Raises:
+        CPError: all problems of the first stage that fails: names and types, then layouts and coverage.
+    """
+    composition = read(cp, world_degree)
+    check_shape(shape)
+    return prove(composition, shape, mask_of(mask, shape.sequence))
+
+
+def degree_of(cp: Mapping[str, object]) -> int:
+    """The number of ranks of a composition, `cp.degree` applied.
+
+    Raises:
+        ConfigError: the composition cannot be read.
+    """
+    return read(cp, None).mesh.degree
+
+
+def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
+    """The typed composition; raises ConfigError with every problem."""
+    if "steps" not in cp or "order" not in cp:
+        what = "no composition is chosen" if "steps" not in cp else "the list of its steps is missing"
+        raise ConfigError(
+            [
+                Problem(
+                    key="cp",
+                    what=what,
+                    details=(("rule", "a preset, or mesh, axes, order and steps"),),
+                    tries=("cp=none",),
+                )
+            ]
+        )
+    reader = Reader()
+    reader.unknown("cp", cp, KEYS)
+    name = reader.text("cp.name", cp.get("name"))
+    mesh = reader.mesh(cp, world_degree)
+    steps = reader.steps(cp, mesh)
+    layout = reader.layout(cp, mesh)
+    reader.one_of("cp.recompute", cp.get("recompute", "all"), ("all",))
+    reader.one_of("cp.pipeline", cp.get("pipeline", 1), (1,))
+    if not reader.problems and layout is not None:
+        used = {a for s in steps for a in s.used_axes} | set(layout.over or ())
+        for axis in mesh.axes:
+            if axis not in used:
+                reader.add(
+                    f"cp.mesh.{axis}",
+                    "no step and no layout uses this axis",
+                    details=(("rule", "every axis splits something"), ("used", ", ".join(sorted(used)) or "none")),
+                    tries=(f"'~cp.mesh.{axis}' 'cp.axes=[{','.join(a for a in mesh.axes if a != axis)}]'",),
+                )
+    if reader.problems or layout is None:
+        raise ConfigError(reader.problems, f"cp={cp.get('name') or 'composition'}")
+    return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=str(cp.get("recompute", "all")))
+
+
+def check_shape(shape: Shape) -> None:
+    """Refuses sizes that no attention has; raises ConfigError with every problem."""
+    reader = Reader()
+    for key in ("batch", "sequence", "heads", "kv_heads", "head_dim", "v_head_dim"):
+        value = getattr(shape, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            reader.add(f"shape.{key}", f"must be a whole number of at least 1, not {value!r}")
+    reader.one_of("shape.dtype", shape.dtype, tuple(BYTES))
+    if not reader.problems and shape.heads % shape.kv_heads:
+        legal = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
+        reader.add(
+            "shape.kv_heads",
+            f"{shape.kv_heads} kv heads do not divide {shape.heads} heads",
+            details=(("allowed", ", ".join(map(str, legal))), ("rule", "each kv head serves equally many query heads")),
+        )
+    if reader.problems:
+        raise ConfigError(reader.problems)
