@@ -1,0 +1,65 @@
+"""The library: a preset's name, a mesh and a shape become an engine."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_engine.compose import compose
+from cp_engine.plan import Shape
+from cp_engine.runtime import ContextParallel
+from cp_engine.schema import plan_from_config
+
+
+def compile(
+    composition: str | Mapping[str, object],
+    *,
+    mesh: DeviceMesh | None,
+    sequence: int,
+    heads: int,
+    head_dim: int,
+    kv_heads: int | None = None,
+    v_head_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+    mask: str | Mapping[str, object] = "causal",
+    overrides: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+    device: str | None = None,
+) -> ContextParallel:
+    """Composes a strategy, proves it for one attention call and connects it to a device mesh.
+
+    Args:
+        composition: name of a preset, or a composition as plain data (a `cp` node).
+        mesh: 1-D over the context-parallel ranks, or N-D with the composition's axis names; None for one rank.
+        sequence: global length in tokens.
+        heads: query heads.
+        head_dim: of q and k.
+        kv_heads: key and value heads; None is `heads`.
+        v_head_dim: of v and out; None is `head_dim`.
+        batch: sequences per call, for the bytes in the plan; a call may bring any number.
+        dtype: of q, k and v.
+        mask: what a query may see.
+        overrides: as on the command line, such as `layout@cp.layout=zigzag`.
+        config_dir: a folder with own presets, such as `config_dir/cp/mine.yaml`.
+        device: device type of the tensors; None is the mesh's.
+
+    Returns:
+        The engine; `engine.plan` is its plan.
+
+    Raises:
+        CPError: all problems, before anything is exchanged between ranks.
+    """
+    cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
+    shape = Shape(
+        batch=batch,
+        sequence=sequence,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    degree = 1 if mesh is None else mesh.size()
+    return ContextParallel(plan_from_config(cp, shape=shape, mask=mask, world_degree=degree), mesh, device)

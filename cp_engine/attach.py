@@ -1,0 +1,181 @@
+"""Attach: routes the attention calls of module instances through an engine, and nothing else.
+
+One wrapper per instance, set as its `forward`. It stays after the context is left (inert), so that activation checkpointing that
+recomputes during a later backward repeats the call of its own forward; `detach` removes it. Classes and modules stay untouched.
+A module remembers one engine: two training forwards of one module under different engines need their backwards in between.
+"""
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cp_engine.errors import CallError, Problem
+
+HOST_CLASSES = frozenset({("torchtitan.models.attention", "ScaledDotProductAttentionWrapper")})
+"""(module, class) of attention modules of hosts: forward(q, k, v, *, scale, is_causal, enable_gqa) over [B, H, S, D]."""
+
+ARGUMENTS = ("scale", "is_causal", "enable_gqa")
+
+
+class Attention(nn.Module):
+    """Scaled dot-product attention as a module, for models of one's own; plain PyTorch until an engine is attached."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        is_causal: bool = True,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attends.
+
+        Args:
+            q: [B, H, S, D].
+            k: [B, K, S, D].
+            v: [B, K, S, Dv].
+            scale: factor on the scores; None is D ** -0.5.
+            is_causal: whether a query sees only keys up to its own position.
+            enable_gqa: whether K may be less than H.
+
+        Returns:
+            [B, H, S, Dv].
+        """
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+
+
+class Engine(Protocol):
+    """What an attached call goes to."""
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, is_causal: bool, enable_gqa: bool
+    ) -> Tensor:
+        """The attention call of one site, on local tensors."""
+
+
+class Site:
+    """The wrapper of one attention module."""
+
+    def __init__(self, module: nn.Module, plain: Callable[..., Tensor], is_own: bool) -> None:
+        self.module, self.plain, self.is_own = module, plain, is_own
+        self.active: list[Engine] = []
+        self.users: list[Engine] = []  # engines that were attached and not closed: a recompute may still need them
+        self.last: Engine | None = None
+        self.calls = 0
+
+    def __call__(self, *args: Tensor, **named: object) -> Tensor:
+        # The boundary to a host: whatever it passes must be seen here, to be refused by name instead of dropped.
+        is_recompute = torch._C._current_graph_task_id() != -1
+        engine = self.last if is_recompute else (self.active[-1] if self.active else None)
+        if not is_recompute and (torch.is_grad_enabled() or self.module.training):
+            self.last = engine  # an evaluation between forward and backward has no backward of its own
+        if engine is None:
+            return self.plain(*args, **named)
+        self.calls += not is_recompute
+        q, k, v, scale, is_causal, enable_gqa = _bound(args, named)
+        return engine.call(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    def leave(self, engine: Engine) -> None:
+        """Ends one context of an engine; contexts of one model may be left in any order."""
+        for i in range(len(self.active) - 1, -1, -1):
+            if self.active[i] is engine:
+                del self.active[i]
+                return
+
+    def __reduce__(self) -> tuple[object, ...]:
+        what = f"{type(self.module).__name__} is attached to an engine, which cannot be saved with it"
+        tries = ("engine.close()", "torch.save(model.state_dict(), ...)")
+        raise CallError([Problem(key="context", what=what, tries=tries)])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Site":
+        """A copy of the model is not attached to anything; its wrapper calls the copy's own forward."""
+        copy = memo[id(self.module)]
+        assert isinstance(copy, nn.Module)
+        plain = deepcopy(self.plain, memo) if self.is_own else type(copy).forward.__get__(copy)
+        return Site(copy, plain, self.is_own)
+
+
+def _bound(
+    args: tuple[Tensor, ...], named: dict[str, object]
+) -> tuple[Tensor, Tensor, Tensor, float | None, bool, bool]:
+    """q, k, v and the known arguments of a call; everything else is refused by name."""
+    tensors = dict(zip("qkv", args, strict=False))
+    tensors.update({n: x for n, x in named.items() if n in ("q", "k", "v") and isinstance(x, Tensor)})
+    others = {n: x for n, x in named.items() if n not in ("q", "k", "v")}
+    problems = [
+        Problem(
+            key=f"call.{name}",
+            what=f"the attention call carries {name}={_short(value)}, which no plan accounts for",
+            details=(("accepted", ", ".join(ARGUMENTS)),),
+        )
+        for name, value in others.items()
+        if name not in ARGUMENTS and value is not None
+    ]
+    problems += [Problem(key=f"call.{n}", what="is missing") for n in "qkv" if n not in tensors]
+    if len(args) > 3:
+        problems.append(
+            Problem(key="call", what=f"the attention call carries {len(args)} positional arguments, and q, k, v are 3")
+        )
+    scale, is_causal, enable_gqa = others.get("scale"), others.get("is_causal", True), others.get("enable_gqa", False)
+    if not (scale is None or isinstance(scale, float | int)):
+        problems.append(Problem(key="call.scale", what=f"must be a number, not {_short(scale)}"))
+    if problems:
+        raise CallError(problems)
+    factor = None if scale is None else float(scale)  # type: ignore[arg-type]
+    return tensors["q"], tensors["k"], tensors["v"], factor, bool(is_causal), bool(enable_gqa)
+
+
+def _short(value: object) -> str:
+    return f"{type(value).__name__}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
+
+
+def find(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The attention modules at or below some modules, each once.
+
+    Raises:
+        CallError: there is none below one of them.
+    """
+    found: dict[int, nn.Module] = {}
+    for module in modules:
+        below = [m for m in module.modules() if is_site(m)]
+        if not below:
+            hosts = ", ".join(["cp_engine.Attention", *(f"{a}.{b}" for a, b in sorted(HOST_CLASSES))])
+            what = f"{type(module).__name__} has no attention module that the engine can attach to"
+            raise CallError([Problem(key="context", what=what, details=(("accepted", hosts),))])
+        found.update({id(m): m for m in below})
+    return list(found.values())
+
+
+def is_site(module: nn.Module) -> bool:
+    """Whether a module is an attention call that the engine understands."""
+    names = {(c.__module__, c.__qualname__) for c in type(module).__mro__}
+    return isinstance(module, Attention) or bool(names & HOST_CLASSES)
+
+
+def attach(module: nn.Module) -> Site:
+    """The wrapper of a module; made at the first call."""
+    current = module.__dict__.get("forward")
+    if isinstance(current, Site):
+        return current
+    site = Site(module, module.forward, current is not None)
+    module.forward = site  # type: ignore[method-assign, assignment]
+    return site
+
+
+def detach(site: Site, engine: Engine) -> None:
+    """Ends an engine's use of a module; when it was the last one, the module is as it was before."""
+    site.users = [e for e in site.users if e is not engine]
+    if site.last is engine:
+        site.last = None
+    if site.users or site.module.__dict__.get("forward") is not site:
+        return
+    if site.is_own:
+        site.module.forward = site.plain  # type: ignore[method-assign, assignment]
+    else:
+        del site.module.__dict__["forward"]

@@ -1,0 +1,171 @@
+"""The communicator of real process groups: calls c10d directly, and counts what leaves this rank where it leaves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cp_engine.errors import CallError, Problem
+from cp_engine.plan import Plan
+
+
+def global_ranks(mesh: DeviceMesh, plan: Plan) -> tuple[int, ...]:
+    """The world rank of every rank of a plan.
+
+    Args:
+        mesh: 1-D over all ranks of the plan, or N-D with the names of the plan's axes in any order.
+        plan: whose ranks are meant.
+
+    Raises:
+        CallError: sizes or names do not fit.
+    """
+    names, table = mesh.mesh_dim_names or (), mesh.mesh
+    if table.ndim > 1:
+        if sorted(names) != sorted(plan.mesh.axes):
+            what = f"has the axes [{', '.join(names)}], and the plan's are [{', '.join(plan.mesh.axes)}]"
+            raise CallError(
+                [Problem(key="mesh", what=what, details=(("rule", "a mesh of one axis, or with the plan's names"),))],
+                plan.name,
+            )
+        table = table.permute([names.index(a) for a in plan.mesh.axes])
+        if tuple(table.shape) != plan.mesh.sizes:
+            sizes = dict(zip(plan.mesh.axes, table.shape, strict=True))
+            planned = dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))
+            raise CallError([Problem(key="mesh", what=f"has sizes {sizes}, and the plan's are {planned}")], plan.name)
+    if table.numel() != plan.degree:
+        what = f"has {table.numel()} ranks, and the plan is for {plan.degree}"
+        raise CallError([Problem(key="mesh", what=what, tries=(f"cp.degree={table.numel()}",))], plan.name)
+    return tuple(int(r) for r in table.flatten())
+
+
+@dataclass(kw_only=True)
+class Traffic:
+    """What left this rank so far, its own part excluded, and the collectives that it took part in."""
+
+    bytes_sent: int = 0
+    collectives: int = 0
+
+
+class GroupChannel:
+    """One process group. It is called itself: torch.distributed's wrapper logs and re-checks for as long as a small call takes."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+        self.group, self.traffic = group, traffic
+        self.members, self.me = dist.get_world_size(group), dist.get_rank(group)
+
+    def all_to_all(self, send: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        buffer = send.new_empty(sum(received))
+        self.group.alltoall_base(buffer, send, received, sent).wait()
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += (send.numel() - sent[self.me]) * send.element_size()
+        return buffer
+
+    def all_to_all_even(self, send: Tensor) -> Tensor:
+        buffer = torch.empty_like(send)
+        self.group.alltoall_base(buffer, send, [], []).wait()
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += send.nbytes // self.members * (self.members - 1)
+        return buffer
+
+    def all_gather(self, send: Tensor) -> Tensor:
+        buffer = send.new_empty(self.members * send.numel())
+        self.group._allgather_base(buffer, send).wait()
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += (self.members - 1) * send.nbytes
+        return buffer
+
+
+@dataclass(kw_only=True)
+class GroupCommunicator:
+    """The process groups of a plan on one rank.
+
+    Args:
+        ranks: world rank of each plan rank.
+        groups: plan ranks of a group, ascending -> its process group.
+        made: the process groups that `close` destroys.
+        traffic: counts what all channels send.
+    """
+
+    ranks: tuple[int, ...]
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    made: Sequence[dist.ProcessGroup] = ()
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def channel(self, group: tuple[int, ...]) -> GroupChannel:
+        """The way to a group of plan ranks, ascending, of which this process is one."""
+        return GroupChannel(self.groups[group], self.traffic)
+
+    def close(self) -> None:
+        """Destroys the process groups that were made for the plan."""
+        for group in self.made:
+            dist.destroy_process_group(group)
+        self.groups, self.made = {}, ()
+
+
+def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
+    """Makes the process groups of a plan and compares the plan between its ranks.
+
+    Args:
+        plan: equal on all ranks.
+        mesh: holds the calling rank.
+
+    Returns:
+        The communicator and this process's plan rank.
+
+    Raises:
+        CallError: on every rank, when the ranks hold different plans or the mesh does not fit.
+    """
+    ranks = global_ranks(mesh, plan)
+    me = ranks.index(dist.get_rank())
+    everyone = mesh.get_group() if mesh.ndim == 1 else dist.new_group(sorted(ranks), use_local_synchronization=True)
+    made = [] if mesh.ndim == 1 else [everyone]
+    _require_equal(plan, everyone, ranks)
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degree)): everyone}
+    for step in plan.steps:
+        for transfer in step.transfers:
+            mine = next(tuple(sorted(g)) for g in transfer.groups if me in g)
+            if len(mine) > 1 and mine not in groups:
+                made.append(dist.new_group(sorted(ranks[r] for r in mine), use_local_synchronization=True))
+                groups[mine] = made[-1]
+    for members, group in groups.items():
+        order = [ranks.index(r) for r in dist.get_process_group_ranks(group)]
+        if order != list(members):
+            what = f"lists world ranks {ranks}, which are not ascending along its axes"
+            raise CallError(
+                [
+                    Problem(
+                        key="mesh",
+                        what=what,
+                        details=(("rule", "c10d numbers the ranks of a group in ascending order"),),
+                    )
+                ],
+                plan.name,
+            )
+    return GroupCommunicator(ranks=ranks, groups=groups, made=made), me
+
+
+def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    """The same error on every rank, naming what differs, instead of a hang in the first exchange."""
+    mine: dict[str, str] = {
+        "torch": torch.__version__,
+        "cp.mesh": str(dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))),
+        "cp.layout": plan.order,
+        "mask": str(plan.mask),
+        **{f"shape.{k}": str(getattr(plan.shape, k)) for k in plan.shape.__dataclass_fields__},
+        **{f"cp.steps.{s.step.name}": repr(s.step) for s in plan.steps},
+        "cp.order": ", ".join(s.step.name for s in plan.steps),
+        "plan": plan.fingerprint,
+    }
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    problems: list[Problem] = []
+    for key in dict.fromkeys(k for d in everyone for k in d):
+        values = [d.get(key, "nothing") for d in everyone]
+        if len(set(values)) > 1 and not (key == "plan" and problems):
+            shown = tuple((f"rank {r}", v) for r, v in zip(dist.get_process_group_ranks(group), values, strict=True))
+            problems.append(Problem(key=key, what="differs between ranks", details=shown[:4]))
+    if problems:
+        raise CallError(problems, plan.name)

@@ -1,0 +1,71 @@
+"""Compose: the configuration of a preset, by Hydra, from inside any program."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from cp_engine.errors import ConfigError, Problem, suggest
+
+
+def conf_dir() -> Path:
+    """The shipped configuration: inside the package in a wheel, beside it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> dict[str, object]:
+    """The `cp` node of a preset, as plain data.
+
+    Args:
+        preset: a file name in `cp/`, without its ending.
+        overrides: as on the command line.
+        config_dir: a folder whose groups are searched before the shipped ones.
+
+    Returns:
+        Mappings, lists and values; `???` where a required value is missing.
+
+    Raises:
+        ConfigError: no such preset, or an override that does not apply.
+    """
+    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir is not None else []
+    host, GlobalHydra.instance().hydra = (
+        GlobalHydra.instance().hydra,
+        None,
+    )  # a program may be a Hydra application itself
+    try:
+        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+            composed = OmegaConf.to_container(
+                hydra_compose("config", [f"cp={preset}", *search, *overrides]), resolve=True
+            )
+    except HydraException as error:
+        raise ConfigError([_problem(preset, config_dir, error)], f"cp={preset}") from error
+    finally:
+        GlobalHydra.instance().hydra = host
+    assert isinstance(composed, dict)
+    node = composed["cp"]
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
+
+
+def presets(config_dir: str | Path | None = None) -> list[str]:
+    """The names of all presets."""
+    folders = [conf_dir() / "cp", *([Path(config_dir) / "cp"] if config_dir is not None else [])]
+    return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
+
+
+def _problem(preset: str, config_dir: str | Path | None, error: HydraException) -> Problem:
+    names = presets(config_dir)
+    if preset not in names:
+        near = suggest(preset, names)
+        return Problem(
+            key="cp",
+            what=f"there is no preset {preset!r}",
+            details=(("allowed", ", ".join(names)),),
+            tries=(near,) if near else (),
+        )
+    return Problem(key="overrides", what=" ".join(str(error).split()))

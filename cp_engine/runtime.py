@@ -1,0 +1,327 @@
+"""Runtime: a plan on real ranks, as a context manager around a model."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cp_engine.attach import Site, attach, detach, find
+from cp_engine.c10d import GroupCommunicator, connect
+from cp_engine.errors import CallError, Problem
+from cp_engine.index_set import IndexSet, whole
+from cp_engine.layout import Layout, Transfer
+from cp_engine.lower import ExchangeOperation, Program
+from cp_engine.plan import Plan
+from cp_engine.redistribute import Target, Values
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class ContextParallel:
+    """A proved composition on the ranks of a device mesh.
+
+    Args:
+        plan: from `cp_engine.compile` or `schema.plan_from_config`; equal on all ranks.
+        mesh: 1-D over the plan's ranks, or N-D with the plan's axis names; None for a plan of one rank.
+        device: device type of the tensors; None is the mesh's, or cpu.
+
+    Raises:
+        CallError: the mesh does not fit, or ranks hold different plans (on every rank).
+    """
+
+    def __init__(self, plan: Plan, mesh: DeviceMesh | None = None, device: str | None = None) -> None:
+        if mesh is None and plan.degree > 1:
+            raise CallError(
+                [Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks")], plan.name
+            )
+        self.plan = plan
+        self.rank = 0
+        self._communicator: GroupCommunicator | None = None
+        if mesh is not None and plan.degree > 1:
+            self._communicator, self.rank = connect(plan, mesh)
+        self.device = device or (mesh.device_type if mesh is not None else "cpu")
+        self._target = Target(ranks=(self.rank,), device=self.device, communicator=self._communicator)
+        self._program = Program(plan, self._target)
+        self._dtype = getattr(torch, plan.shape.dtype)
+        self._sites: dict[int, Site] = {}
+        self._summed: dict[int, Tensor] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that left this rank in exchanges so far, counted at the collectives; its own part is not counted."""
+        return self._communicator.traffic.bytes_sent if self._communicator else 0
+
+    @property
+    def collectives(self) -> int:
+        """Collectives that this rank took part in so far."""
+        return self._communicator.traffic.collectives if self._communicator else 0
+
+    # -------------------------------------------------------------- attention
+    @contextmanager
+    def context(self, *modules: nn.Module) -> Iterator["ContextParallel"]:
+        """Routes the attention calls of these modules through the plan until the block is left.
+
+        Args:
+            modules: models, or attention modules themselves.
+
+        Raises:
+            CallError: a module has no attention that can be attached to, or the block ends without an attention call.
+        """
+        with ExitStack() as undo:
+            sites = [attach(m) for m in find(modules)]
+            before = sum(s.calls for s in sites)
+            for site in sites:
+                self._sites[id(site.module)] = site
+                if not any(e is self for e in site.users):
+                    site.users.append(self)
+                site.active.append(self)
+                undo.callback(site.leave, self)
+            yield self
+            if sum(s.calls for s in sites) == before:
+                what = f"no attention call of {', '.join(type(m).__name__ for m in modules)} was intercepted"
+                raise CallError(
+                    [Problem(key="context", what=what, details=(("rule", "the model runs inside the block"),))],
+                    self.plan.name,
+                )
+
+    def call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        is_causal: bool = True,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attends over the whole sequence, from this rank's tokens.
+
+        Args:
+            q: [B, H, S_local, D], tokens in the plan's entry layout.
+            k: [B, K, S_local, D].
+            v: [B, K, S_local, Dv].
+            scale: factor on the scores; None is D ** -0.5.
+            is_causal: must agree with the mask that the plan was proved for.
+            enable_gqa: whether K may be less than H.
+
+        Returns:
+            [B, H, S_local, Dv], in q's dtype.
+
+        Raises:
+            CallError: the call differs from what the plan was proved for.
+        """
+        shape = self.plan.shape
+        local = self.plan.entry.sequence[self.rank].count
+        batch = q.shape[0]
+        expected = (
+            (batch, shape.heads, local, shape.head_dim),
+            (batch, shape.kv_heads, local, shape.head_dim),
+            (batch, shape.kv_heads, local, shape.v_head_dim),
+        )
+        if (
+            (q.shape, k.shape, v.shape) != expected
+            or is_causal != (self.plan.mask.kind == "causal")
+            or not (q.dtype == k.dtype == v.dtype == self._dtype)
+            or not (enable_gqa or shape.kv_heads == shape.heads)
+        ):
+            raise CallError(self._differences((q, k, v), expected, is_causal, enable_gqa), self.plan.name)
+        return self._program([q], [k], [v], shape.head_dim**-0.5 if scale is None else scale)[0]
+
+    def _differences(
+        self, tensors: Sequence[Tensor], expected: Sequence[tuple[int, ...]], is_causal: bool, enable_gqa: bool
+    ) -> list[Problem]:
+        rule = ("rule", "a plan runs the call that it was proved for")
+        problems = []
+        for name, x, wanted in zip("qkv", tensors, expected, strict=True):
+            if tuple(x.shape) != wanted:
+                problems.append(
+                    Problem(
+                        key=f"call.{name}",
+                        what=f"is {list(x.shape)}, and the plan is for {list(wanted)}",
+                        details=(rule,),
+                    )
+                )
+            if x.dtype != self._dtype:
+                what = f"is {x.dtype}, and the plan is for {self.plan.shape.dtype}"
+                problems.append(
+                    Problem(key=f"call.{name}", what=what, details=(rule,), tries=(f"shape.dtype={str(x.dtype)[6:]}",))
+                )
+        if is_causal != (self.plan.mask.kind == "causal"):
+            what = f"is {is_causal}, and the plan was proved for the mask {self.plan.mask.kind}"
+            problems.append(
+                Problem(
+                    key="call.is_causal",
+                    what=what,
+                    details=(rule,),
+                    tries=(f"mask={'causal' if is_causal else 'full'}",),
+                )
+            )
+        if not enable_gqa and self.plan.shape.kv_heads != self.plan.shape.heads:
+            what = f"is False, with {self.plan.shape.heads} heads and {self.plan.shape.kv_heads} kv heads"
+            problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))
+        return problems
+
+    # -------------------------------------------------------------- tokens
+    @overload
+    def shard(self, tensor: Tensor, /, *, dim: int = 1) -> Tensor: ...
+    @overload
+    def shard(self, tensor: Tensor, /, *tensors: Tensor, dim: int = 1) -> tuple[Tensor, ...]: ...
+    def shard(self, tensor: Tensor, /, *tensors: Tensor, dim: int = 1) -> Tensor | tuple[Tensor, ...]:
+        """This rank's tokens of tensors that every rank holds whole; all are cut by the same positions.
+
+        Args:
+            tensor, tensors: the global sequence length along `dim`; equal on all ranks. Labels must be shifted already.
+            dim: the sequence dim.
+
+        Returns:
+            One tensor for one, a tuple for several; differentiable.
+
+        Raises:
+            CallError: a tensor has another length along `dim`.
+        """
+        problems = [
+            Problem(
+                key=f"shard.tensors[{i}]",
+                what=f"has {x.shape[dim]} positions along dim {dim}, and the plan is for {self.plan.shape.sequence}",
+                details=(("rule", "tensors are cut whole, together with the tokens"),),
+            )
+            for i, x in enumerate((tensor, *tensors))
+            if x.shape[dim] != self.plan.shape.sequence
+        ]
+        if problems:
+            raise CallError(problems, self.plan.name)
+        held = self.plan.entry.sequence[self.rank]
+        cut = tuple(_take(x, held, dim) for x in (tensor, *tensors))
+        return cut if tensors else cut[0]
+
+    def unshard(self, tensor: Tensor, *, dim: int = 1) -> Tensor:
+        """The whole sequence on every rank, in the order of the positions.
+
+        Differentiable: the gradient of a rank's tokens is the sum over ranks of what each rank's loss says, so a loss that every
+        rank computes alike must be divided by the number of ranks.
+
+        Args:
+            tensor: this rank's tokens along `dim`.
+            dim: the sequence dim.
+
+        Raises:
+            CallError: the tensor does not hold this rank's tokens along `dim`.
+        """
+        local = self.plan.entry.sequence[self.rank].count
+        if tensor.shape[dim] != local:
+            what = f"has {tensor.shape[dim]} positions along dim {dim}, and this rank holds {local}"
+            raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
+        moved = tensor.movedim(dim, 0)
+        flat = moved.reshape(1, 1, local, -1)
+        together: Tensor = _Unshard.apply(flat, self._unshard_operation())
+        return together.reshape(self.plan.shape.sequence, *moved.shape[1:]).movedim(0, dim)
+
+    def _unshard_operation(self) -> ExchangeOperation:
+        ranks, size = self.plan.degree, self.plan.shape.sequence
+        one_head = (whole(1),) * ranks
+        before, after = Layout(self.plan.entry.sequence, one_head), Layout((whole(size),) * ranks, one_head)
+        transfer = Transfer("x", before, after, (tuple(range(ranks)),), 1)
+        return ExchangeOperation([transfer], [transfer.adjoint], self._target, is_packed=False, wide=frozenset({"x"}))
+
+    # -------------------------------------------------------------- gradients
+    def sum_gradients(self, model: nn.Module) -> None:
+        """Sums the gradients of a model over the plan's ranks; each rank's backward gives its tokens' share.
+
+        Once per step, and not where FSDP or DDP already reduces over these ranks.
+
+        Args:
+            model: its parameters' `grad` are replaced by the sum; parameters without a gradient on any rank are left alone.
+
+        Raises:
+            CallError: a wrapper reduces over these ranks already, or these gradients were summed before.
+        """
+        communicator = self._communicator
+        ours = set(communicator.ranks) if communicator else {0}
+        once = ("rule", "gradients are summed over the cp ranks once per step, after the last backward")
+        problems = []
+        for name, module in model.named_modules():
+            reducer = getattr(module, "process_group", None)
+            shared = (
+                ours & set(dist.get_process_group_ranks(reducer)) if isinstance(reducer, dist.ProcessGroup) else set()
+            )
+            if len(shared) > 1:
+                what = f"{type(module).__name__} reduces gradients over {len(shared)} of the cp ranks already"
+                problems.append(Problem(key=name or "model", what=what, details=(once,)))
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and len(ours & {int(r) for r in p.device_mesh.mesh.flatten()}) > 1:
+                what = f"is sharded over {p.device_mesh}, whose owner reduces its gradient over the cp ranks already"
+                problems.append(Problem(key=name, what=what, details=(once,)))
+            elif p.grad is not None and self._summed.get(id(p)) is p.grad:
+                what = "its gradient was summed in this step already, and it is the same tensor"
+                tries = ("optimizer.zero_grad(set_to_none=True)",)
+                problems.append(Problem(key=name, what=what, details=(once,), tries=tries))
+        if problems:
+            raise CallError(problems[:8], self.plan.name)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if communicator is not None:
+            self._reduce(parameters, communicator)
+        self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
+
+    def _reduce(self, parameters: Sequence[nn.Parameter], communicator: GroupCommunicator) -> None:
+        group = communicator.groups[tuple(range(self.plan.degree))]
+        # a parameter may have a gradient on some ranks only (an expert that got no token): ranks agree before they reduce
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
+        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+        for p, anywhere in zip(parameters, has.tolist(), strict=True):
+            if anywhere:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                dist.all_reduce(grad, group=group)
+
+    def close(self) -> None:
+        """Removes the inert wrappers and destroys the process groups that were made for the plan.
+
+        Raises:
+            CallError: a context of this engine is still open.
+        """
+        if any(e is self for site in self._sites.values() for e in site.active):
+            what = "a context is still open"
+            raise CallError(
+                [Problem(key="close", what=what, details=(("rule", "leave the block, then close"),))], self.plan.name
+            )
+        for site in self._sites.values():
+            detach(site, self)
+        self._sites.clear()
+        if self._communicator is not None:
+            self._communicator.close()
+
+
+class _Unshard(torch.autograd.Function):
+    """An exchange as a node of its own."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
+        ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
+        values: Values = {"x": [x]}
+        operation.forward(values, 1.0)
+        return values["x"][0]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grads: Values = {"x": [grad]}
+        ctx.operation.backward(grads, (), 1.0)  # type: ignore[attr-defined]
+        return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
+
+
+def _take(x: Tensor, held: IndexSet, dim: int) -> Tensor:
+    """The positions of a set along a dim, in local order, as a tensor of its own."""
+    index: list[slice] = [slice(None)] * x.ndim
+    parts = []
+    for r in held.runs:
+        index[dim] = r.slice()
+        parts.append(x[tuple(index)])
+    if not parts:
+        index[dim] = slice(0, 0)
+        return x[tuple(index)].contiguous()
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
