@@ -1,0 +1,225 @@
+"""Explain: a plan as data, and as a page of text for a person. Both come from the plan's own objects."""
+
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from cp_engine.layout import Layout, cut_by, image
+from cp_engine.plan import Plan, PlannedStep
+from cp_engine.primitives import ORDERS
+from cp_engine.primitives.attention import Dense
+from cp_engine.primitives.exchange import Exchange
+
+
+def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
+    """Everything that `text` shows, as plain data.
+
+    Args:
+        plan: what to explain.
+        device: device type for which kernels are chosen.
+
+    Returns:
+        Mappings, lists, strings and numbers; bytes are per rank and call, largest rank first where one number is given.
+    """
+    shape, mesh = plan.shape, plan.mesh
+    pairs = [sum(c.pairs[r] for c in plan.costs) for r in range(plan.degree)]
+    sent = [[sum(c.bytes_sent[way][r] for c in plan.costs) for r in range(plan.degree)] for way in (0, 1)]
+    mean = sum(pairs) / plan.degree
+    attend = [s for s in plan.steps if isinstance(s.step, Dense)]
+    heads = [layout.heads[r].count for s in attend for layout in [s.layout_before("q")] for r in range(plan.degree)]
+    return {
+        "name": plan.name,
+        "ranks": plan.degree,
+        "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
+        "mask": plan.mask.kind,
+        "layout": plan.order,
+        "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
+        "entry": _layout(plan.entry, plan, ("q", "k")),
+        "steps": [_step(s, plan, i, device) for i, s in enumerate(plan.steps)],
+        "bytes_sent": {
+            "forward": max(sent[0]),
+            "backward": max(sent[1]),
+            "per_rank": [list(map(int, way)) for way in sent],
+        },
+        "link_bytes": {
+            "forward": max(c.link_bytes[0] for c in plan.costs),
+            "backward": max(c.link_bytes[1] for c in plan.costs),
+        },
+        "collectives": {
+            way: sum(c.collectives[i] for c in plan.costs) for i, way in enumerate(("forward", "backward"))
+        },
+        "score_pairs": {"per_rank": pairs, "max_over_mean": max(pairs) / mean if mean else 1.0},
+        "peak_buffer_bytes": max(max(c.buffer_bytes) for c in plan.costs),
+        "idle_ranks": [r for r, n in enumerate(heads) if n == 0],
+        "fingerprint": plan.fingerprint,
+    }
+
+
+def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str, object]:
+    step, cost = planned.step, plan.costs[index]
+    moved = step.tensors if isinstance(step, Exchange) else ("out",)
+    out: dict[str, object] = {
+        "step": step.name,
+        "kind": step.kind,
+        "tensors": list(moved),
+        "after": {t: _layout(planned.layout_after(t), plan, (t,)) for t in moved},
+        "bytes_sent": {"forward": max(cost.bytes_sent[0]), "backward": max(cost.bytes_sent[1])},
+        "collectives": {"forward": cost.collectives[0], "backward": cost.collectives[1]},
+        "buffer_bytes": max(cost.buffer_bytes),
+    }
+    if isinstance(step, Exchange) and cost.collectives[0]:
+        out["sends"] = "packed" if step.is_packed(planned, plan) else "separate"
+    if isinstance(step, Dense):
+        kernel, reason = step.kernel_for(plan.shape, device)
+        out["kernel"], out["kernel_reason"] = kernel.name, reason
+    return out
+
+
+def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, object]:
+    shape = plan.shape
+    return {
+        "cut": {d: list(cut_by(plan.mesh, layout.of(d))) for d in ("sequence", "heads")},
+        "local": {
+            t: [
+                shape.batch,
+                span([image(h, shape.heads_per_head(t)).count for h in layout.heads]),
+                span([s.count for s in layout.sequence]),
+                shape.width(t),
+            ]
+            for t in tensors
+        },
+    }
+
+
+def span(counts: Sequence[int]) -> int | str:
+    """One number where all ranks agree, else `least..most`."""
+    return counts[0] if len(set(counts)) == 1 else f"{min(counts)}..{max(counts)}"
+
+
+# ------------------------------------------------------------------ text
+def text(plan: Plan, device: str = "cpu") -> str:
+    """A plan for people.
+
+    Args:
+        plan: what to show.
+        device: device type for which kernels are chosen.
+
+    Returns:
+        Some 15 lines of plain text.
+    """
+    d, shape = data(plan, device), plan.shape
+    mesh = " x ".join(f"{a}={s}" for a, s in zip(plan.mesh.axes, plan.mesh.sizes, strict=True))
+    ranks = f"{plan.degree} rank{'s' * (plan.degree != 1)}"
+    heads = f"heads {shape.heads}" + (f"|{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
+    dims = f"head_dim {shape.head_dim}" + (f"|{shape.v_head_dim}" if shape.v_head_dim != shape.head_dim else "")
+    lines = [
+        f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.order}   mask {plan.mask.kind}",
+        f"one call: batch {shape.batch}, sequence {shape.sequence}, {heads}, {dims}, {shape.dtype}",
+        "",
+        _table(plan),
+        "",
+    ]
+    for label, value in _facts(plan, d, device):
+        lines.append(f"{label:<10} {value}")
+    return "\n".join(lines)
+
+
+def _table(plan: Plan) -> str:
+    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 3, 0, 0))
+    for name in ("step", "layout after", "local shape", "sent, forward", "backward"):
+        table.add_column(name, no_wrap=True, overflow="ignore")
+    entry = plan.entry
+    table.add_row("(input)", _cuts(entry, plan), _shapes(entry, plan, ("q", "k", "v")), "", "")
+    for planned, cost in zip(plan.steps, plan.costs, strict=True):
+        moved = planned.step.tensors if isinstance(planned.step, Exchange) else ("out",)
+        layout = planned.layout_after(moved[0])
+        table.add_row(
+            f"{planned.step.name}",
+            f"{','.join(moved)}: {_cuts(layout, plan)}",
+            _shapes(layout, plan, moved),
+            *(_bytes(max(cost.bytes_sent[way])) if cost.collectives[way] else "-" for way in (0, 1)),
+        )
+    console = Console(file=StringIO(), width=1000, color_system=None)  # never cut; a terminal may wrap
+    console.print(table)
+    file = console.file
+    assert isinstance(file, StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))
+
+
+def _cuts(layout: Layout, plan: Plan) -> str:
+    """Which axes cut which dim, such as `seq/cp (zigzag) heads`."""
+    parts = []
+    for dim, short in (("sequence", "seq"), ("heads", "heads")):
+        axes = cut_by(plan.mesh, layout.of(dim))
+        order = _order(layout, plan) if axes and dim == "sequence" else "contiguous"
+        order = "" if order == "contiguous" else f" ({order})"
+        parts.append(short + (f"/{axes[0]}" if len(axes) == 1 else f"/({','.join(axes)})" if axes else "") + order)
+    return " ".join(parts)
+
+
+def _order(layout: Layout, plan: Plan) -> str:
+    """How the tokens of a layout are dealt, in the words of the layout group."""
+    if layout.sequence == plan.entry.sequence:
+        return plan.order
+    for kind, order in ORDERS.items():
+        if order().spread(plan.mesh, plan.shape.sequence) == layout.sequence:
+            return kind
+    return "mixed"
+
+
+def _shapes(layout: Layout, plan: Plan, tensors: Sequence[str]) -> str:
+    shape = plan.shape
+    heads = list(
+        dict.fromkeys(str(span([image(h, shape.heads_per_head(t)).count for h in layout.heads])) for t in tensors)
+    )
+    widths = "|".join(dict.fromkeys(str(shape.width(t)) for t in tensors))
+    return f"[{shape.batch}, {'|'.join(heads)}, {span([s.count for s in layout.sequence])}, {widths}]"
+
+
+def _facts(plan: Plan, d: dict[str, object], device: str) -> list[tuple[str, str]]:
+    facts = []
+    for planned in plan.steps:
+        step = planned.step
+        if isinstance(step, Dense):
+            kernel, reason = step.kernel_for(plan.shape, device)
+            facts.append(("kernel", f"{step.name}: {kernel.name} ({reason})"))
+    moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
+    for planned, cost in moving:
+        assert isinstance(planned.step, Exchange)
+        n, m = cost.collectives
+        packed = planned.step.is_packed(planned, plan)
+        how = "tensors of one dtype together" if packed else "each tensor alone"
+        how += f": {', '.join(t.tensor for t in planned.transfers)}"
+        facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
+    total = [max(sum(c.bytes_sent[way][r] for c in plan.costs) for r in range(plan.degree)) for way in (0, 1)]
+    if moving:
+        links = [max(c.link_bytes[way] for c in plan.costs) for way in (0, 1)]
+        facts.append(
+            (
+                "sent",
+                f"{_bytes(total[0])} forward, {_bytes(total[1])} backward per rank; busiest link {_bytes(links[0])}, {_bytes(links[1])}",
+            )
+        )
+    pairs = [sum(c.pairs[r] for c in plan.costs) for r in range(plan.degree)]
+    mean = sum(pairs) / len(pairs)
+    busiest = f", rank {pairs.index(max(pairs))} has most" if max(pairs) > mean * 1.005 else ""
+    facts.append(
+        ("work", f"{sum(pairs):,} score pairs; max/mean over ranks {max(pairs) / mean if mean else 1:.2f}{busiest}")
+    )
+    facts.append(("buffers", f"{_bytes(max(max(c.buffer_bytes) for c in plan.costs))} at most in one step, forward"))
+    idle = d["idle_ranks"]
+    if isinstance(idle, list) and idle:
+        shown = ", ".join(map(str, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
+        facts.append(("idle", f"rank {shown}: no head is left for them; they only exchange"))
+    facts.append(("proved", "every visible (query, key) pair is computed once, and out returns to q's layout"))
+    return facts
+
+
+def _bytes(count: int) -> str:
+    """A size for people, in binary units."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,119 @@
+"""`mode=verify`: runs the comparison with dense attention, in one process or on real ranks, and prints its table."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cp_engine import verify
+from cp_engine.plan import Plan, Shape
+from cp_engine.schema import plan_from_config
+
+RESULT = "verify.json"
+
+
+def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
+    """Verifies a plan and prints the result.
+
+    Args:
+        config: the composed configuration; `verify.target` is `process` (all ranks in this one) or `ranks` (gloo ranks).
+        plan: the configuration's plan.
+        output_dir: where ranks leave logs and results.
+
+    Returns:
+        Whether every row is within its bound.
+
+    Raises:
+        ConfigError: the sequence is too long for the dense reference.
+        RankFailure: a rank failed.
+    """
+    verify.check_length(plan)
+    settings, mask = config["verify"], config["mask"]
+    assert isinstance(settings, Mapping) and isinstance(mask, Mapping)
+    on_ranks = settings["target"] == "ranks"
+    rows = {"": verify.in_one_process(plan, mask)} if not on_ranks else _on_ranks(config, plan, output_dir)
+    where = f"{plan.degree} gloo ranks" if on_ranks else f"{plan.degree} ranks in one process"
+    shape = replace(plan.shape, dtype="float64")
+    heads, dims = f"{shape.heads}|{shape.kv_heads}", f"{shape.head_dim}|{shape.v_head_dim}"
+    sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
+    console = Console(width=110)
+    console.print(
+        f"{plan.name}: {where} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
+        highlight=False,
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
+    for name in (*(["rank"] if on_ranks else []), "compared", "largest error", "bound", ""):
+        table.add_column(name, justify="right" if name in ("largest error", "bound") else "left")
+    for rank, found in rows.items():
+        for row in found:
+            table.add_row(*([rank] if on_ranks else []), *_cells(row))
+    console.print(table, highlight=False)
+    is_good = all(row.is_good for found in rows.values() for row in found)
+    console.print(
+        "\nverified" if is_good else "\nWRONG: the composition does not compute dense attention", highlight=False
+    )
+    return is_good
+
+
+def _cells(row: verify.Row) -> tuple[str, str, str, str]:
+    verdict = "ok" if row.is_good else "WRONG"
+    if row.name == "influence":
+        return "token 0 moves the last token's out", f"{row.error:.1e}", f"> {row.bound:.0e}", verdict
+    return row.name, f"{row.error:.1e}", f"<= {row.bound:.0e}", verdict
+
+
+def _on_ranks(config: Mapping[str, object], plan: Plan, output_dir: Path) -> dict[str, list[verify.Row]]:
+    from cp_engine.elastic import run_ranks
+
+    launch = config["launch"]
+    assert isinstance(launch, Mapping)
+    settings = {**launch, "output_dir": str(output_dir), "device": "cpu"}
+    run_ranks(verify_rank, {**config, "launch": settings, "shape": asdict(plan.shape)}, output_dir, ranks=plan.degree)
+    rows = {}
+    for rank in range(plan.degree):
+        found = json.loads((output_dir / "ranks" / f"{rank}.{RESULT}").read_text())
+        rows[str(rank)] = [verify.Row(**row) for row in found]
+    return rows
+
+
+def verify_rank(config: Mapping[str, object]) -> None:
+    """One gloo rank: compares its own tokens, and leaves its rows in the output folder."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from cp_engine.runtime import ContextParallel
+
+    cp, mask, sizes, launch = config["cp"], config["mask"], config["shape"], config["launch"]
+    assert (
+        isinstance(cp, Mapping)
+        and isinstance(mask, Mapping)
+        and isinstance(sizes, Mapping)
+        and isinstance(launch, Mapping)
+    )
+    dist.init_process_group("gloo")
+    try:
+        shape = Shape(**{**sizes, "dtype": "float64"})
+        plan = plan_from_config(cp, shape=shape, mask=mask)
+        mesh = init_device_mesh("cpu", (plan.degree,), mesh_dim_names=("cp",))
+        engine = ContextParallel(plan, mesh)
+        held = plan.entry.sequence[engine.rank]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
+            local = [x.requires_grad_() for x in engine.shard(q, k, v, dim=2)]
+            out = engine.call(*local, is_causal=plan.mask.kind == "causal", enable_gqa=True)
+            dq, dk, dv = torch.autograd.grad(out, local, engine.shard(dout, dim=2))
+            return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+        rows = verify.compare(attend, [held], shape, mask)
+        if shape.sequence - 1 not in set(held):  # the last token is another rank's
+            rows = [row for row in rows if row.name != "influence"]
+        folder = Path(str(launch["output_dir"])) / "ranks"
+        (folder / f"{engine.rank}.{RESULT}").write_text(json.dumps([asdict(row) for row in rows]))
+        engine.close()
+    finally:
+        dist.destroy_process_group()
