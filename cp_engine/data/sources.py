@@ -1,0 +1,147 @@
+"""Where documents come from; nothing here imports torch, so the launcher can check it before a process starts."""
+
+import ast
+import json
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cp_engine.errors import ConfigError, Problem, suggest
+
+KEYS = ("path", "field")
+SUFFIX = ".jsonl"
+
+
+def check(config: Mapping[str, object]) -> list[Problem]:
+    """Everything that is wrong with the `data` group.
+
+    Args:
+        config: the whole composed configuration.
+
+    Returns:
+        One problem per fault; empty when training can read its text.
+    """
+    data = config.get("data")
+    if not isinstance(data, Mapping):
+        return [Problem(key="data", what=f"must be a mapping, not {type(data).__name__}", tries=("data=builtin",))]
+    problems = []
+    for key in data:
+        if key not in KEYS:
+            near = suggest(str(key), KEYS)
+            allowed = (("allowed", ", ".join(sorted(KEYS))),)
+            problems.append(
+                Problem(key=f"data.{key}", what="unknown key", details=allowed, tries=(near,) if near else ())
+            )
+    path, field = data.get("path"), data.get("field", "text")
+    if not isinstance(field, str) or not field:
+        problems.append(
+            Problem(key="data.field", what=f"must be the name of a field, not {field!r}", tries=("data.field=text",))
+        )
+    elif path is None:
+        if not _library_files():
+            what = f"the built-in text needs the standard library's sources, and {_library()} has none"
+            problems.append(Problem(key="data.path", what=what, tries=("data.path=<folder of .jsonl files>",)))
+    elif not isinstance(path, str):
+        problems.append(Problem(key="data.path", what=f"must be a folder or null, not {path!r}"))
+    else:
+        problems += _check_folder(Path(path), field)
+    return problems
+
+
+def documents(path: str | None, field: str, skip: int = 0) -> Iterator[str]:
+    """The documents of one pass over the text, in an order that depends on nothing but the files.
+
+    Args:
+        path: a folder of JSON-lines files, or None for the built-in text: one document per module of the
+            standard library, made of its docstrings.
+        field: the field of a record that holds the text.
+        skip: how many documents to leave out at the start.
+
+    Returns:
+        An iterator over the texts.
+
+    Raises:
+        ConfigError: a record that is not an object with a text field.
+    """
+    if path is None:
+        for file in _library_files()[skip:]:
+            yield _docstrings(file)
+        return
+    for file in _record_files(Path(path)):
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                if skip:
+                    skip -= 1
+                    continue
+                problem = _record_problem(file, number, line, field)
+                if problem:
+                    raise ConfigError([problem], "data")
+                yield json.loads(line)[field]
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _library_files() -> list[Path]:
+    # Modules and package roots only: a megabyte of docstrings, and one file is parsed only when its turn comes.
+    return sorted(_library().glob("*.py")) + sorted(_library().glob("*/__init__.py"))
+
+
+def _docstrings(file: Path) -> str:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.walk(ast.parse(file.read_bytes()))
+    texts = (ast.get_docstring(node) for node in nodes if isinstance(node, documented))
+    return "\n\n".join(text for text in texts if text)
+
+
+def _record_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix == SUFFIX)
+
+
+def _check_folder(folder: Path, field: str) -> list[Problem]:
+    if not folder.is_dir():
+        what = f"{folder} is a file, not a folder" if folder.exists() else f"there is no folder {folder}"
+        return [Problem(key="data.path", what=what, tries=("data.path=null",))]
+    files = _record_files(folder)
+    if not files:
+        return [Problem(key="data.path", what=f"{folder} has no {SUFFIX} file", tries=("data.path=null",))]
+    problems, records = [], 0
+    for file in files:  # the first record of each file; later ones are checked as they are read
+        with file.open(encoding="utf-8") as lines:
+            first = next(((n, line) for n, line in enumerate(lines, 1) if line.strip()), None)
+        if first is None:
+            continue
+        records += 1
+        problem = _record_problem(file, first[0], first[1], field)
+        if problem:
+            problems.append(problem)
+    if not records:
+        problems.append(Problem(key="data.path", what=f"the {len(files)} {SUFFIX} files in {folder} hold no record"))
+    return problems
+
+
+def _record_problem(file: Path, number: int, line: str, field: str) -> Problem | None:
+    at = (("at", f"{file}:{number}"),)
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        return Problem(key="data.path", what=f"not a JSON record: {error.msg}", details=at)
+    if not isinstance(record, dict):
+        return Problem(key="data.path", what=f"a record must be an object, not {type(record).__name__}", details=at)
+    if field not in record:
+        texts = [name for name, value in record.items() if isinstance(value, str)]
+        details = (*at, ("allowed", ", ".join(texts) or "no field of this record holds text"))
+        return Problem(
+            key="data.field",
+            what=f"no field {field!r} in a record",
+            details=details,
+            tries=tuple(f"data.field={name}" for name in texts[:1]),
+        )
+    if not isinstance(record[field], str):
+        return Problem(
+            key="data.field", what=f"field {field!r} holds {type(record[field]).__name__}, not text", details=at
+        )
+    return None

@@ -1,0 +1,1 @@
+"""Hosts that the engine can run in."""

@@ -1,0 +1,119 @@
+"""What torchtitan 0.2.2 asks of a device and the CPU backend of torch lacks, present inside one context only.
+
+Each stand-in is installed only when the attribute is missing or cannot do what torchtitan asks of it, and is
+taken away on exit. Found by leaving each one out: 2 gloo ranks, one step of the DeepSeek-V3 debug model.
+"""
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch._utils
+from torch.distributed.fsdp import FSDPModule
+
+
+@contextmanager
+def cpu_shims() -> Iterator[None]:
+    """Let torchtitan import and train on CPU; every attribute is as before afterwards.
+
+    torchtitan picks its device when it is imported, so its first import has to happen inside.
+    """
+    with ExitStack() as undo:
+        if torch._utils._get_available_device_type() != "cpu":  # None on a machine without accelerator: cuda is assumed
+            _replace(undo, torch._utils, "_get_available_device_type", lambda: "cpu")
+        for name, stand_in in _MEMORY_MONITOR:
+            if not hasattr(torch.cpu, name):
+                _replace(undo, torch.cpu, name, stand_in)
+        if not isinstance(
+            torch.cpu.current_device(), int
+        ):  # torch 2.13 returns "cpu", which barrier(device_ids=) refuses
+            _replace(undo, torch.cpu, "current_device", lambda: 0)
+        if not _counts_integers(torch.histc):
+            _replace(undo, torch, "histc", _histc_of(torch.histc))
+        yield
+
+
+def reduce_by_sum(model: torch.nn.Module) -> None:
+    """Make FSDP reduce with a plain sum, which gloo has; its premultiplied sum exists only in NCCL.
+
+    Args:
+        model: a model or model part after `fully_shard`.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProperties:
+    """The part of a device's properties that torchtitan reads."""
+
+    name: str
+    total_memory: int
+
+
+def _device_name(device: torch.device | None = None) -> str:
+    return "CPU"
+
+
+def _device_properties(device: torch.device | None = None) -> DeviceProperties:
+    return DeviceProperties(name="CPU", total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _memory_stats(device: torch.device | None = None) -> dict[str, int]:
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return {
+        "active_bytes.all.peak": peak_bytes,
+        "reserved_bytes.all.peak": peak_bytes,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+
+
+def _nothing() -> None:
+    """The process has no caching allocator to empty or to reset."""
+
+
+_MEMORY_MONITOR = (
+    ("get_device_name", _device_name),
+    ("get_device_properties", _device_properties),
+    ("memory_stats", _memory_stats),
+    ("reset_peak_memory_stats", _nothing),
+    ("empty_cache", _nothing),
+)
+
+
+def _counts_integers(histc: Callable[..., torch.Tensor]) -> bool:
+    try:
+        histc(torch.zeros(1, dtype=torch.int64), bins=1, min=0, max=1)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _histc_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # Mixture-of-experts layers count how many tokens each expert gets: integers, one bin per integer.
+    def histc(
+        input: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0, **keywords: torch.Tensor
+    ) -> torch.Tensor:
+        if input.is_floating_point() or input.device.type != "cpu" or (min, max) != (0, bins) or keywords:
+            return original(input, bins=bins, min=min, max=max, **keywords)
+        flat = input.reshape(-1)
+        counts = torch.bincount(
+            flat[(flat >= 0) & (flat <= max)].clamp(max=bins - 1), minlength=bins
+        )  # histc's last bin holds max
+        return counts.to(input.dtype)
+
+    return histc
+
+
+def _replace(undo: ExitStack, owner: ModuleType, name: str, value: Callable[..., object]) -> None:
+    if hasattr(owner, name):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)

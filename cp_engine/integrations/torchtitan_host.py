@@ -1,0 +1,309 @@
+"""torchtitan with our text and, for a composition, without its own context parallelism, for the time of one job.
+
+Importing this imports torchtitan (11 s on a small machine), on CPU inside `cpu_shims`.
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from typing import get_type_hints
+
+import torch
+import torchtitan.components.validate
+import torchtitan.train
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.attention import (
+    FlexAttentionWrapper,
+    ScaledDotProductAttentionWrapper,
+    VarlenAttentionWrapper,
+)
+from torchtitan.protocols import train_spec as specs
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.tools.utils import device_type
+
+from cp_engine.data.loader import ByteTokenizer, loader_builder
+from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
+from cp_engine.plan import Shape
+
+
+class RecordedMetrics(MetricsProcessor):
+    """torchtitan's metrics, which also keep the last loss that was logged."""
+
+    last_loss: float = float("nan")
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, object] | None = None,
+    ) -> None:
+        """Log as upstream does, and keep the mean loss (the logged maximum is wrong under context parallelism)."""
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        self.last_loss = float(global_avg_loss)
+
+
+@contextmanager
+def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bool) -> Iterator[None]:
+    """Give torchtitan our text, and unless `is_composed` is false our context parallelism, for one job.
+
+    Args:
+        job_config: the job.
+        data: the `data` group.
+        is_composed: false leaves torchtitan's model and parallelism as they are.
+
+    Raises:
+        ConfigError: a model that the engine cannot attach to.
+    """
+    name = job_config.model.name
+    if job_config.experimental.custom_import:  # before the model is looked up: it may register that model
+        importlib.import_module(job_config.experimental.custom_import)
+    spec = specs.get_train_spec(name)
+    if spec.build_metrics_processor_fn is not None:
+        raise ConfigError(
+            [Problem(key="titan.model.name", what=f"{name} brings metrics of its own, so no loss could be recorded")]
+        )
+    with ExitStack() as undo:
+        _register(
+            undo,
+            name,
+            dataclasses.replace(
+                spec,
+                model_args=deepcopy(dict(spec.model_args)),  # torchtitan writes the job's values into them
+                parallelize_fn=_parallelize_with(spec.parallelize_fn, is_composed),
+                build_dataloader_fn=loader_builder(
+                    None if data["path"] is None else str(data["path"]), str(data["field"])
+                ),
+                build_tokenizer_fn=_byte_tokenizer,
+                build_metrics_processor_fn=_recorded_metrics,
+            ),
+        )
+        if is_composed:  # CompositionTrainer cuts the batch itself, companions included
+            _swap(undo, torchtitan.train, "prepare_context_parallel_input", _leave_whole)
+            _swap(undo, torchtitan.components.validate, "prepare_context_parallel_input", _refuse_validation)
+        yield
+
+
+def job_config(titan: Mapping[str, object]) -> JobConfig:
+    """torchtitan's configuration from the `titan` node.
+
+    Args:
+        titan: only what differs from torchtitan's defaults.
+
+    Raises:
+        ConfigError: keys that torchtitan does not have, all of them.
+    """
+    problems: list[Problem] = []
+    job = JobConfig()
+    _fill(job, titan, "titan", problems)
+    if problems:
+        raise ConfigError(problems)
+    return job
+
+
+def refuse_other_shape(job_config: JobConfig, shape: Shape) -> None:
+    """Compare what was planned for with the model that torchtitan will build.
+
+    Args:
+        job_config: the job.
+        shape: the shape of the plan, with the heads of one tensor-parallel rank.
+
+    Raises:
+        ConfigError: a size that differs, or an attention that the engine cannot attach to.
+    """
+    model = job_config.model
+    known = specs.get_train_spec(model.name).model_args
+    if model.flavor not in known:
+        raise ConfigError(
+            [
+                Problem(
+                    key="titan.model.flavor",
+                    what=f"{model.name} has no {model.flavor!r}",
+                    details=(("allowed", ", ".join(known)),),
+                )
+            ]
+        )
+    problems = []
+    attention = getattr(known[model.flavor], "attn_type", "sdpa")
+    if attention != "sdpa":
+        what = f"{model.name} {model.flavor} uses {attention} attention; the engine attaches to sdpa"
+        usable = [flavor for flavor, args in known.items() if getattr(args, "attn_type", "sdpa") == "sdpa"]
+        problems.append(
+            Problem(
+                key="titan.model.flavor", what=what, tries=tuple(f"titan.model.flavor={flavor}" for flavor in usable)
+            )
+        )
+    tensor = job_config.parallelism.tensor_parallel_degree
+    for key, size in _attention_sizes(known[model.flavor], tensor).items():
+        if getattr(shape, key) != size:
+            what = f"planned for {getattr(shape, key)}, and {model.name} {model.flavor} has {size}"
+            problems.append(Problem(key=f"shape.{key}", what=what, tries=(f"shape.{key}=null", f"shape.{key}={size}")))
+    if problems:
+        raise ConfigError(problems)
+
+
+def device_in_use() -> str:
+    """The device that torchtitan chose when it was imported."""
+    return str(device_type)
+
+
+def _attention_sizes(args: BaseModelArgs, tensor: int) -> dict[str, int]:
+    sizes = vars(args)
+    heads = int(sizes["n_heads"])
+    kv_heads = int(sizes.get("n_kv_heads") or heads)
+    if "qk_nope_head_dim" in sizes:  # multi-head latent attention: the rotary part is appended to each key
+        head_dim = int(sizes["qk_nope_head_dim"]) + int(sizes["qk_rope_head_dim"])
+        v_head_dim = int(sizes["v_head_dim"])
+    else:
+        head_dim = v_head_dim = int(sizes.get("head_dim") or int(sizes["dim"]) // heads)
+    return {"heads": heads // tensor, "kv_heads": kv_heads // tensor, "head_dim": head_dim, "v_head_dim": v_head_dim}
+
+
+def _fill(node: object, values: Mapping[str, object], key: str, problems: list[Problem]) -> None:
+    assert dataclasses.is_dataclass(node) and not isinstance(node, type)
+    names = [field.name for field in dataclasses.fields(node)]
+    hints = get_type_hints(type(node))
+    for name, value in values.items():
+        if name not in names:
+            near = suggest(name, names)
+            problems.append(
+                Problem(
+                    key=f"{key}.{name}", what="torchtitan has no such key", tries=(f"{key}.{near}",) if near else ()
+                )
+            )
+        elif dataclasses.is_dataclass(hints[name]):
+            assert isinstance(value, Mapping), f"{key}.{name} is a section"
+            _fill(getattr(node, name), value, f"{key}.{name}", problems)
+        else:
+            setattr(node, name, value)
+
+
+def _parallelize_with(upstream: specs.ParallelizeFunction, is_composed: bool) -> specs.ParallelizeFunction:
+    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        parallelized: nn.Module
+        if is_composed:
+            parallelized = _without_own_context_parallelism(upstream, model, parallel_dims, job_config)
+        else:
+            parallelized = upstream(model, parallel_dims, job_config)
+        if device_type == "cpu":
+            reduce_by_sum(parallelized)
+        return parallelized
+
+    return parallelize
+
+
+def _without_own_context_parallelism(
+    upstream: specs.ParallelizeFunction, model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    attentions = _attentions(model)
+    given: list[nn.Module] = []
+    module = sys.modules[upstream.__module__]
+    with ExitStack() as undo:
+        if hasattr(module, "apply_cp_to_attention_module"):
+            _swap(undo, module, "apply_cp_to_attention_module", _keep_in(given))
+        parallelized: nn.Module = upstream(model, parallel_dims, job_config)
+    if parallel_dims.cp_enabled:
+        _refuse_left_out(attentions, given)
+    return parallelized
+
+
+def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+    wrappers = (ScaledDotProductAttentionWrapper, FlexAttentionWrapper, VarlenAttentionWrapper)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, wrappers)}
+    others = [
+        f"{name} ({type(module).__name__})"
+        for name, module in found.items()
+        if type(module) is not ScaledDotProductAttentionWrapper
+    ]
+    if others:
+        raise ConfigError(
+            [
+                Problem(
+                    key="titan.model.flavor",
+                    what=f"{len(others)} of {len(found)} attention modules cannot be attached to",
+                    details=(("at", ", ".join(others)),),
+                )
+            ]
+        )
+    return found
+
+
+def _refuse_left_out(attentions: Mapping[str, nn.Module], given: Sequence[nn.Module]) -> None:
+    left_out = [name for name, module in attentions.items() if module not in given]
+    if left_out or not attentions:
+        what = (
+            f"torchtitan parallelizes {len(given)} of the model's {len(attentions)} attention modules over the sequence"
+        )
+        raise ConfigError(
+            [Problem(key="titan.model.name", what=what, details=(("missing", ", ".join(left_out) or "all"),))]
+        )
+
+
+def _keep_in(given: list[nn.Module]) -> Callable[[Sequence[nn.Module], DeviceMesh, str], None]:
+    def apply_cp_to_attention_module(
+        attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
+    ) -> None:
+        given.extend(attention_modules)  # the engine attaches later, to the finished model
+
+    return apply_cp_to_attention_module
+
+
+def _leave_whole(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    extra_kwargs: dict[str, object],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+    return inputs, labels, extra_kwargs
+
+
+def _refuse_validation(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    extra_kwargs: dict[str, object],
+    cp_mesh: DeviceMesh,
+    device: torch.device,
+    load_balancer_type: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
+    what = f"torchtitan 0.2.2 would report a validation loss that is {cp_mesh.size()} times too big"
+    raise ConfigError([Problem(key="titan.validation.enable", what=what, tries=("titan.validation.enable=false",))])
+
+
+def _byte_tokenizer(job_config: JobConfig) -> BaseTokenizer:
+    return ByteTokenizer()
+
+
+def _recorded_metrics(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs
+) -> MetricsProcessor:
+    return RecordedMetrics(job_config, parallel_dims)
+
+
+def _register(undo: ExitStack, name: str, spec: specs.TrainSpec) -> None:
+    registered = specs._extra_train_specs  # upstream can register a name only once, and has no way to take it back
+    before = registered.pop(name, None)
+
+    def restore() -> None:
+        registered.pop(name, None)
+        if before is not None:
+            registered[name] = before
+
+    undo.callback(restore)
+    specs.register_train_spec(name, spec)
+
+
+def _swap(undo: ExitStack, module: object, name: str, value: Callable[..., object]) -> None:
+    undo.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)

@@ -1,0 +1,150 @@
+"""torchtitan's own Trainer, with a composition in the place of its context parallelism.
+
+Importing this imports torchtitan, on CPU inside `cpu_shims`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import JobConfig
+from torchtitan.train import Trainer
+
+from cp_engine.errors import CallError, ConfigError, Problem
+from cp_engine.integrations.torchtitan_host import RecordedMetrics
+from cp_engine.plan import Plan
+from cp_engine.runtime import ContextParallel
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one logged step is reported with, the same on every rank but for `seconds`.
+
+    Args:
+        step: counted from 1.
+        loss: mean over the predicted tokens of all ranks.
+        tokens_per_second: of the whole job.
+        cp_bytes_sent: by the engine's collectives in this step, summed over ranks; a rank's own part excluded.
+        seconds: wall time of the step.
+    """
+
+    step: int
+    loss: float
+    tokens_per_second: float
+    cp_bytes_sent: int
+    seconds: float
+
+
+class CompositionTrainer(Trainer):
+    """Trains with the attention of one plan.
+
+    Args:
+        job_config: torchtitan's configuration; its context-parallel degree is the plan's.
+        plan: the compiled composition.
+        report: called on every rank after each logged step.
+    """
+
+    def __init__(self, job_config: JobConfig, plan: Plan, report: Callable[[StepReport], None]) -> None:
+        super().__init__(job_config)
+        self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type)
+        self._report = report
+        self._has_trained = False
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, object]]:
+        """Cut tokens, labels, positions and every per-token tensor by the plan's layout.
+
+        Args:
+            input_dict: `input` [B, S] and companions, each [B, S, ...].
+            labels: [B, S], already shifted.
+
+        Returns:
+            Inputs and labels [B, local_sequence], companions of the first pipeline stage, arguments of every stage.
+
+        Raises:
+            CallError: a tensor that has the sequence length in a dim other than its second.
+        """
+        inputs, labels, companions, arguments = super().post_dataloading_process(input_dict, labels)
+        if self.cp.plan.degree == 1:
+            return inputs, labels, companions, arguments
+        batch, sequence = inputs.shape
+        positions = companions.pop("positions", None)  # documents that restart at 0 keep doing so
+        if positions is None:
+            positions = torch.arange(sequence, device=inputs.device).expand(batch, sequence)
+        _refuse_undeclared(companions, sequence)
+        names = [name for name, tensor in companions.items() if tensor.ndim > 1 and tensor.shape[1] == sequence]
+        cut = self.cp.shard(inputs, labels, positions, *(companions[name] for name in names), dim=1)
+        companions.update(zip(names, cut[3:], strict=True))
+        return cut[0], cut[1], companions, {**arguments, "positions": cut[2]}
+
+    def train(self) -> None:
+        """Train with the plan attached to every attention of the model, for as long as training runs."""
+        with self.cp.context(*self.model_parts):
+            super().train()
+
+    def should_continue_training(self) -> bool:
+        """Whether a step is left.
+
+        Raises:
+            ConfigError: the checkpoint that was loaded leaves no step to train.
+        """
+        has_step_left: bool = super().should_continue_training()
+        if not has_step_left and not self._has_trained:
+            what = f"is {self.job_config.training.steps}, and the checkpoint is already at step {self.step}"
+            raise ConfigError(
+                [Problem(key="titan.training.steps", what=what, tries=(f"titan.training.steps={self.step + 10}",))]
+            )
+        return has_step_left
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One step, reported if torchtitan logs it."""
+        self._has_trained = True
+        started, sent, seen = time.perf_counter(), self.cp.bytes_sent, self.ntokens_seen
+        super().train_step(data_iterator)
+        if not self.metrics_processor.should_log(self.step):
+            return
+        total = torch.tensor(self.cp.bytes_sent - sent, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total)
+        loss = self._loss_of_last_stage()
+        seconds = time.perf_counter() - started
+        tokens = (self.ntokens_seen - seen) * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+        self._report(
+            StepReport(
+                step=self.step,
+                loss=loss,
+                tokens_per_second=tokens / seconds,
+                cp_bytes_sent=int(total.item()),
+                seconds=seconds,
+            )
+        )
+
+    def close(self) -> None:
+        """Finish checkpoints and metrics, and detach the engine."""
+        super().close()
+        if hasattr(self, "cp"):  # torchtitan's __init__ may have failed
+            self.cp.close()
+
+    def _loss_of_last_stage(self) -> float:
+        assert isinstance(self.metrics_processor, RecordedMetrics)
+        loss = self.metrics_processor.last_loss
+        if not self.parallel_dims.pp_enabled:
+            return loss
+        known = torch.tensor(loss if self.pp_has_last_stage else float("-inf"), dtype=torch.float64, device=self.device)
+        dist.all_reduce(known, op=dist.ReduceOp.MAX)  # the stages before report a placeholder
+        return float(known.item())
+
+
+def _refuse_undeclared(companions: Mapping[str, torch.Tensor], sequence: int) -> None:
+    problems = []
+    for name, tensor in companions.items():
+        is_per_token = tensor.ndim > 1 and tensor.shape[1] == sequence
+        if not is_per_token and sequence in tensor.shape:
+            what = f"{list(tensor.shape)} has the sequence length {sequence} in a dim other than its second"
+            problems.append(Problem(key=f"call.{name}", what=what))
+    if problems:
+        raise CallError(problems)

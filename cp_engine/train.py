@@ -1,0 +1,180 @@
+"""One rank of a training job: torchtitan's Trainer, the plan, and a line per step in `metrics.jsonl`."""
+
+import gc
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import torch
+import torch.distributed as dist
+
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.torchtitan import checkpoint_of, titan_value
+from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.job import shape_of
+from cp_engine.progress import log_path
+from cp_engine.schema import degree_of, plan_from_config
+
+if TYPE_CHECKING:  # the run imports it after the device is settled
+    from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, StepReport
+
+METRICS = "metrics.jsonl"
+
+
+def run(config: Mapping[str, object]) -> None:
+    """Train on this rank; every rank of the job calls it with the same configuration.
+
+    Args:
+        config: the composed configuration, with `launch.output_dir` (an existing folder) and `launch.device`.
+
+    Raises:
+        ConfigError: what only torchtitan itself can tell is wrong.
+    """
+    with rank_process(config):
+        from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
+
+        train_composition(config, CompositionTrainer)
+
+
+def train_composition(config: Mapping[str, object], trainer_class: "type[CompositionTrainer]") -> None:
+    """Plan, build the trainer, train; inside `rank_process`.
+
+    Args:
+        config: the composed configuration.
+        trainer_class: the trainer, or one that records more.
+    """
+    from cp_engine.integrations.torchtitan_host import hosted, job_config, refuse_other_shape
+
+    job = job_config(titan_of(config))
+    with hosted(job, data=section(config, "data"), is_composed=True), ExitStack() as finish:
+        shape = shape_of(config)
+        refuse_other_shape(job, shape)
+        plan = plan_from_config(section(config, "cp"), shape=shape, mask=section(config, "mask"))
+        trainer = trainer_class(job, plan, _writer(config, finish))
+        finish.callback(trainer.close)
+        if job.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+
+
+def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """One group of the configuration."""
+    value = config[name]
+    assert isinstance(value, Mapping), f"{name} is a group"
+    return value
+
+
+def titan_of(config: Mapping[str, object]) -> dict[str, object]:
+    """The `titan` node with what the rest of the configuration decides: degree, folder, what to resume from.
+
+    Args:
+        config: the composed configuration.
+
+    Raises:
+        ConfigError: `launch.resume` names no checkpoint that training can continue from.
+    """
+    titan = deepcopy(dict(section(config, "titan")))
+    launch = section(config, "launch")
+    _section_of(titan, "parallelism")["context_parallel_degree"] = degree_of(section(config, "cp"))
+    _section_of(titan, "job").setdefault("dump_folder", launch["output_dir"])
+    _section_of(titan, "metrics").setdefault("disable_color_printing", True)  # the log is a file
+    if launch.get("resume") is not None:
+        checkpoint = _section_of(titan, "checkpoint")
+        folder = titan_value(config, "checkpoint.folder", "checkpoint")
+        if not checkpoint.get("enable"):
+            checkpoint.update(enable=True, load_only=True)
+        checkpoint.update(
+            initial_load_path=str(checkpoint_of(str(launch["resume"]), str(folder))), initial_load_model_only=False
+        )
+    return titan
+
+
+@contextmanager
+def rank_process(config: Mapping[str, object]) -> Iterator[None]:
+    """What torchtitan changes in a process, undone on every exit, so that the next job of a sweep finds it clean.
+
+    That is: the environment, the root logger, the garbage collector, determinism, the process group, and on CPU
+    the stand-ins for what the CPU backend lacks. torchtitan's log goes to the rank's own log file.
+
+    Args:
+        config: the composed configuration.
+
+    Raises:
+        ConfigError: torchtitan was imported for another device before.
+    """
+    launch = section(config, "launch")
+    with ExitStack() as undo:
+        undo.callback(_restore_environment, dict(os.environ))
+        if gc.isenabled():
+            undo.callback(gc.enable)
+        undo.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        _log_to_file(undo, log_path(Path(str(launch["output_dir"])), int(os.environ["RANK"])))
+        if launch["device"] == "cpu":
+            undo.enter_context(cpu_shims())
+        from cp_engine.integrations.torchtitan_host import device_in_use
+
+        if device_in_use() != launch["device"]:
+            what = f"is {launch['device']}, and torchtitan was imported for {device_in_use()} in this process"
+            raise ConfigError([Problem(key="launch.device", what=what, tries=(f"launch.device={device_in_use()}",))])
+        undo.callback(_leave_group)
+        yield
+
+
+def _writer(config: Mapping[str, object], finish: ExitStack) -> Callable[["StepReport"], None]:
+    if os.environ["RANK"] != "0":
+        return lambda report: None
+    path = Path(str(section(config, "launch")["output_dir"])) / METRICS
+    opened: list[TextIO] = []
+
+    def write(report: "StepReport") -> None:
+        if not opened:  # a run that continues in its own folder repeats the steps after its checkpoint
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+            path.write_text("".join(line for line in lines if json.loads(line)["step"] < report.step), encoding="utf-8")
+            opened.append(finish.enter_context(path.open("a", encoding="utf-8")))
+        opened[0].write(json.dumps(asdict(report)) + "\n")
+        opened[0].flush()  # the parent process follows this file
+
+    return write
+
+
+def _section_of(titan: dict[str, object], name: str) -> dict[str, object]:
+    value = titan.setdefault(name, {})
+    assert isinstance(value, dict), f"titan.{name} is a section"
+    return value
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _restore_environment(before: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _log_to_file(undo: ExitStack, path: Path) -> None:
+    # torchtitan logs to the root logger, and its own set-up would take the caller's handlers away
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    undo.callback(handler.close)
+    undo.callback(root.setLevel, root.level)
+    undo.callback(setattr, root, "handlers", root.handlers)
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    undo.callback(logging.captureWarnings, False)
+    logging.captureWarnings(True)

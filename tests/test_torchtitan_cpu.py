@@ -1,0 +1,80 @@
+"""The stand-ins for CPU exist inside the context and nowhere else."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch._utils
+
+from cp_engine.integrations.torchtitan_cpu import cpu_shims
+
+
+def attributes() -> dict[str, object]:
+    """Everything that the stand-ins could touch."""
+    found: dict[str, object] = {f"cpu.{name}": value for name, value in vars(torch.cpu).items()}
+    return {**found, "histc": torch.histc, "device_type": torch._utils._get_available_device_type}
+
+
+def test_every_attribute_is_as_before_after_the_context() -> None:
+    before = attributes()
+    with cpu_shims():
+        assert attributes() != before
+    assert attributes() == before
+
+
+def test_every_attribute_is_as_before_after_an_error() -> None:
+    before = attributes()
+    with pytest.raises(ZeroDivisionError), cpu_shims():
+        raise ZeroDivisionError
+    assert attributes() == before
+
+
+def test_nested_contexts_add_nothing() -> None:
+    with cpu_shims():
+        inside = attributes()
+        with cpu_shims():
+            assert attributes() == inside
+        assert attributes() == inside
+
+
+def test_importing_changes_nothing() -> None:
+    code = (
+        "import torch; before = dict(vars(torch.cpu)), torch.histc\n"
+        "import cp_engine.integrations.torchtitan_cpu\n"
+        "assert (dict(vars(torch.cpu)), torch.histc) == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_attribute_that_exists_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_name() -> str:
+        return "mine"
+
+    monkeypatch.setattr(torch.cpu, "get_device_name", own_name, raising=False)
+    with cpu_shims():
+        assert torch.cpu.get_device_name is own_name
+    assert torch.cpu.get_device_name is own_name
+
+
+def test_memory_is_that_of_the_machine_and_the_process() -> None:
+    with cpu_shims():
+        total = torch.cpu.get_device_properties(torch.device("cpu")).total_memory
+        peak = torch.cpu.memory_stats()["active_bytes.all.peak"]
+    assert 0 < peak < total
+
+
+@pytest.mark.parametrize("bins", [1, 5, 16])
+def test_histc_counts_integers_as_it_counts_floats(bins: int) -> None:
+    values = torch.randint(-2, bins + 3, (3, 40), generator=torch.Generator().manual_seed(0))
+    expected = torch.histc(values.double(), bins=bins, min=0, max=bins)
+    with cpu_shims():
+        counts = torch.histc(values, bins=bins, min=0, max=bins)
+        assert torch.equal(torch.histc(values.double(), bins=bins, min=0, max=bins), expected)
+    assert torch.equal(counts.double(), expected)
+    assert counts.dtype == values.dtype
+
+
+def test_histc_with_other_bins_still_refuses_integers() -> None:
+    with cpu_shims(), pytest.raises((RuntimeError, NotImplementedError)):
+        torch.histc(torch.arange(4), bins=2, min=0, max=4)

@@ -1,0 +1,404 @@
+"""torchtitan's real Trainer with a composition: against torchtitan alone, over resumes, and what it leaves behind."""
+
+import gc
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from cp_engine import elastic, job, train, verify_training
+from cp_engine.errors import ConfigError
+from cp_engine.integrations import torchtitan
+from cp_engine.integrations.torchtitan_cpu import cpu_shims
+
+CONF = Path(__file__).parent.parent / "conf"
+SMALL = (
+    "titan.training.seq_len=128",
+    "titan.training.local_batch_size=2",
+    "titan.training.steps=2",
+    "launch.device=cpu",
+)
+Config = dict[str, object]
+
+
+def configured(output: Path, *overrides: str) -> Config:
+    """The composed configuration of a small job on CPU."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(compose("config", overrides=[*SMALL, *overrides]), resolve=True)
+    assert isinstance(config, dict)
+    output.mkdir(parents=True, exist_ok=True)
+    config["launch"]["output_dir"] = str(output)
+    return {str(key): value for key, value in config.items()}
+
+
+def trained(config: Config) -> list[float]:
+    """The loss of each step of a run on new ranks."""
+    output = Path(str(train.section(config, "launch")["output_dir"]))
+    elastic.run_ranks(train.run, config, output, ranks=job.world_size(config))
+    return losses(output)
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in metrics(output)]
+
+
+def metrics(output: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (output / train.METRICS).read_text().splitlines()]
+
+
+def keys(config: Config) -> list[str]:
+    return [problem.key for problem in torchtitan.check(config)]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a job."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
+
+
+def process_state() -> list[object]:
+    """What a job must leave as it found it."""
+    with cpu_shims():
+        import torchtitan.components.validate as validate
+        import torchtitan.models.llama3 as llama3
+        import torchtitan.models.llama3.infra.parallelize as parallelize
+        import torchtitan.train as trainer
+        from torchtitan.protocols import train_spec
+    root = logging.getLogger()
+    return [
+        trainer.prepare_context_parallel_input,
+        validate.prepare_context_parallel_input,
+        parallelize.apply_cp_to_attention_module,
+        dict(train_spec._extra_train_specs),
+        repr(llama3.llama3_args),
+        torch.histc,
+        set(vars(torch.cpu)),
+        dict(os.environ),
+        list(root.handlers),
+        root.level,
+        gc.isenabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        dist.is_initialized(),
+    ]
+
+
+# --- against torchtitan alone ---
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"),
+    [
+        ("deepseek_v3", "ulysses"),
+        ("llama3", "allgather_kv"),
+        pytest.param("deepseek_v3", "allgather_kv", marks=pytest.mark.long),
+        pytest.param("llama3", "ulysses", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "reorder_zigzag", marks=pytest.mark.long),
+    ],
+)
+def test_training_agrees_with_torchtitan_alone(
+    tmp_path: Path, model: str, preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(tmp_path / "run", f"model={model}", f"cp={preset}", "mode=verify", "verify.level=training")
+    assert verify_training.run(config)
+    comparison = verify_training.compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
+    assert len(comparison.losses) == verify_training.STEPS
+    assert len(comparison.gradient_errors) > 50
+    assert "gradients of step 1" in capsys.readouterr().out
+    assert sum(row["cp_bytes_sent"] for row in metrics(tmp_path / "run" / "composition")) > 0
+
+
+def record(folder: Path, losses: Sequence[float], **gradients: torch.Tensor) -> Path:
+    folder.mkdir()
+    torch.save({"losses": list(losses), "gradients": gradients}, folder / "record.pt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "is_good"),
+    [(1.0, 1.0, True), (1.0 + 2e-5, 1.0, False), (1.0, 1.0 + 2e-5, False), (float("nan"), 1.0, False)],
+)
+def test_comparison_finds_what_is_out_of_bounds(tmp_path: Path, loss: float, scale: float, is_good: bool) -> None:
+    weight = torch.ones(4, dtype=torch.float64)
+    stock = record(tmp_path / "stock", [2.0, 1.0], weight=weight, unused=0 * weight)
+    ours = record(tmp_path / "ours", [2.0, loss], weight=scale * weight, unused=0 * weight)
+    assert verify_training.compare(stock, ours).is_within_bounds == is_good
+
+
+def test_comparison_counts_a_missing_gradient_as_wrong(tmp_path: Path) -> None:
+    stock = record(tmp_path / "stock", [1.0], weight=torch.ones(4), bias=torch.ones(1))
+    ours = record(tmp_path / "ours", [1.0], weight=torch.ones(4))
+    assert verify_training.compare(stock, ours).gradient_errors[0] == ("bias", float("inf"))
+
+
+def test_comparison_refuses_pipeline_stages(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cp=ulysses", "+titan.parallelism.pipeline_parallel_degree=2")
+    assert [problem.key for problem in verify_training.check(config)] == ["titan.parallelism.pipeline_parallel_degree"]
+
+
+# --- resume ---
+
+
+def test_resume_continues_with_another_degree_or_layout(tmp_path: Path, one_rank: None) -> None:
+    schedule = ("model=llama3", "titan.training.steps=6", "+titan.lr_scheduler.total_steps=6")
+    saving = ("titan.checkpoint.enable=true", "+titan.checkpoint.interval=4")
+    whole = trained(configured(tmp_path / "whole", "cp=ulysses", *schedule, *saving))
+    resume = f"launch.resume={tmp_path / 'whole' / 'checkpoint' / 'step-4'}"
+    zigzag = ("cp=allgather_kv", "layout@cp.layout=zigzag")
+    assert trained(configured(tmp_path / "zigzag", *zigzag, *schedule, *saving, resume)) == pytest.approx(
+        whole[4:], abs=1e-5
+    )
+    train.run(configured(tmp_path / "one", "cp=none", *schedule, resume))
+    assert losses(tmp_path / "one") == pytest.approx(whole[4:], abs=1e-5)
+    assert not (tmp_path / "one" / "checkpoint").exists()  # loading alone saves nothing
+    assert (tmp_path / "zigzag" / "checkpoint" / "step-6").is_dir()
+
+
+def checkpoint(folder: Path, *entries: str) -> Path:
+    from torch.distributed.checkpoint import save
+
+    folder.mkdir(parents=True)
+    save({entry: torch.ones(2) for entry in entries}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_checkpoint_of_takes_the_newest_step(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        newest = checkpoint(tmp_path / "checkpoint" / f"step-{step}", "train_state.step", "weight")
+    assert torchtitan.checkpoint_of(str(tmp_path), "checkpoint").name == "step-10"
+    assert torchtitan.checkpoint_of(str(newest), "checkpoint") == newest.resolve()
+
+
+def test_check_refuses_to_resume_from_weights_alone(tmp_path: Path) -> None:
+    whole = checkpoint(tmp_path / "old" / "checkpoint" / "step-2", "train_state.step")
+    checkpoint(tmp_path / "old" / "checkpoint" / "step-4", "weight")
+    (problem,) = torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path / 'old'}"))
+    assert problem.key == "launch.resume" and "weights only" in problem.what
+    assert problem.tries[0] == f"launch.resume={whole}"
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "empty"])
+def test_check_refuses_to_resume_from_nothing(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert keys(configured(tmp_path / "new", f"launch.resume={tmp_path / folder}")) == ["launch.resume"]
+
+
+def test_check_refuses_two_names_for_what_to_load(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path / "checkpoint" / "step-2", "train_state.step")
+    config = configured(tmp_path / "new", f"launch.resume={tmp_path}", f"+titan.checkpoint.initial_load_path={old}")
+    (problem,) = torchtitan.check(config)
+    assert problem.key == "launch.resume" and "titan.checkpoint.initial_load_path" in problem.what
+
+
+# --- what the job may not ask for ---
+
+
+def test_check_accepts_the_default_job(tmp_path: Path) -> None:
+    assert keys(configured(tmp_path, "cp=ulysses")) == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "titan.training.dataset=c4",
+        "titan.training.dataset_path=/text",
+        "titan.model.hf_assets_path=/tokenizer",
+        "titan.job.config_file=job.toml",
+        "titan.validation.enable=true",
+        "titan.comm.mode=fake_backend",
+    ],
+)
+def test_check_refuses_what_would_have_no_effect_or_be_wrong(tmp_path: Path, override: str) -> None:
+    assert keys(configured(tmp_path, "cp=ulysses", f"++{override}")) == [override.split("=")[0]]
+
+
+def test_check_refuses_to_compile_the_model_but_not_the_loss(tmp_path: Path) -> None:
+    compiled = ("cp=ulysses", "+titan.compile.enable=true")
+    assert keys(configured(tmp_path, *compiled)) == ["titan.compile.components"]
+    assert keys(configured(tmp_path, *compiled, "+titan.compile.components=[loss]")) == []
+
+
+def test_check_allows_validation_on_one_context_parallel_rank(tmp_path: Path) -> None:
+    assert keys(configured(tmp_path, "cp=none", "+titan.validation.enable=true")) == []
+
+
+# --- inside one process ---
+
+
+def test_two_jobs_in_one_process_leave_it_as_it_was(tmp_path: Path, one_rank: None) -> None:
+    before = process_state()
+    for name in ("first", "second"):
+        train.run(configured(tmp_path / name, "cp=none", "model=llama3"))
+        assert process_state() == before
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    rows = metrics(tmp_path / "first")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {key for row in rows for key in row} == {"step", "loss", "tokens_per_second", "cp_bytes_sent", "seconds"}
+    assert all(row["cp_bytes_sent"] == 0 and row["seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
+    assert "Training completed" in (tmp_path / "first" / "ranks" / "rank0.log").read_text()
+
+
+def test_a_run_that_continues_in_its_own_folder_keeps_one_line_per_step(tmp_path: Path, one_rank: None) -> None:
+    saving = (
+        "titan.checkpoint.enable=true",
+        "+titan.checkpoint.interval=1",
+        "++titan.checkpoint.last_save_model_only=false",
+        "+titan.lr_scheduler.total_steps=4",
+    )
+    train.run(configured(tmp_path, "cp=none", "model=llama3", *saving, "titan.training.steps=3"))
+    train.run(
+        configured(
+            tmp_path, "cp=none", "model=llama3", *saving, "titan.training.steps=3", "++titan.checkpoint.load_step=2"
+        )
+    )
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3]
+    train.run(configured(tmp_path, "cp=none", "model=llama3", *saving, "titan.training.steps=4"))
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_job_that_fails_leaves_the_process_as_it_was(tmp_path: Path, one_rank: None) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "text.jsonl").write_text(json.dumps({"text": "words " * 40}) + "\nno record\n")
+    before = process_state()
+    with pytest.raises(ConfigError, match=r"text\.jsonl:2"):
+        train.run(configured(tmp_path / "run", "cp=none", "model=llama3", f"data.path={folder}"))
+    assert process_state() == before
+
+
+def test_seed_checkpoint_is_written_without_training(tmp_path: Path, one_rank: None) -> None:
+    options = ("titan.checkpoint.enable=true", "+titan.checkpoint.create_seed_checkpoint=true")
+    train.run(configured(tmp_path, "cp=none", "model=llama3", *options))
+    assert (tmp_path / "checkpoint" / "step-0" / ".metadata").is_file()
+    assert not (tmp_path / train.METRICS).exists()
+
+
+def test_bfloat16_trains(tmp_path: Path, one_rank: None) -> None:
+    train.run(configured(tmp_path, "cp=none", "model=llama3", "titan.training.mixed_precision_param=bfloat16"))
+    assert all(0 < loss < 20 for loss in losses(tmp_path))
+
+
+def test_job_config_takes_nested_sections_and_refuses_unknown_keys() -> None:
+    with cpu_shims():
+        from cp_engine.integrations.torchtitan_host import job_config
+    made = job_config({"training": {"steps": 3}, "quantize": {"linear": {"float8": {"emulate": True}}}})
+    assert (made.training.steps, made.quantize.linear.float8.emulate) == (3, True)
+    with pytest.raises(ConfigError, match=re.escape("titan.training.step ")) as caught:
+        job_config({"training": {"step": 3}, "trainings": {}})
+    assert [problem.tries for problem in caught.value.problems] == [("titan.training.steps",), ("titan.training",)]
+
+
+def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
+    with cpu_shims():
+        from cp_engine.integrations.torchtitan_host import job_config, refuse_other_shape
+    checked = 0
+    for model, flavors in job.shape_table().items():
+        for flavor, row in flavors.items():
+            config = configured(tmp_path, f"titan.model.name={model}", f"titan.model.flavor={flavor}")
+            if row["attention"] == "sdpa":
+                refuse_other_shape(job_config(train.titan_of(config)), job.shape_of(config))
+                checked += 1
+    assert checked > 5
+
+
+def test_another_shape_and_another_attention_are_refused_by_name(tmp_path: Path) -> None:
+    with cpu_shims():
+        from cp_engine.integrations.torchtitan_host import job_config, refuse_other_shape
+    config = configured(tmp_path, "titan.model.flavor=debugmodel_flex_attn", "shape.heads=8")
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_shape(job_config(train.titan_of(config)), job.shape_of(config))
+    assert [problem.key for problem in caught.value.problems] == ["titan.model.flavor", "shape.heads"]
+    assert "flex" in caught.value.problems[0].what
+    assert "titan.model.flavor=debugmodel" in caught.value.problems[0].tries
+
+
+# --- batches on two ranks ---
+
+
+def cut_batches(config: Config) -> None:
+    """One rank: cut a batch of known numbers, and keep the first batch of text."""
+    with train.rank_process(config):
+        from cp_engine.errors import CallError
+        from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
+
+        class Cutter(CompositionTrainer):
+            """Cuts instead of training."""
+
+            def train(self) -> None:
+                output, rank = Path(self.job_config.job.dump_folder), dist.get_rank()
+                text = next(iter(self.dataloader))
+                kept = {"text": text[0]["input"], "plain": self.cut({}), "packed": self.cut(packed())}
+                try:
+                    self.cut({"weights": torch.zeros(128)})
+                except CallError as error:
+                    kept["refused"] = str(error)
+                torch.save(kept, output / f"{rank}.pt")
+
+            def cut(self, companions: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+                tokens = torch.arange(256).reshape(2, 128)
+                inputs, labels, rest, arguments = self.post_dataloading_process(
+                    {"input": tokens, **companions}, tokens + 1
+                )
+                positions = arguments["positions"]
+                assert isinstance(positions, torch.Tensor)
+                return [inputs, labels, positions, *rest.values()]
+
+        train.train_composition(config, Cutter)
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """Two documents of 64 tokens, and a companion with features."""
+    positions = (torch.arange(128) % 64).expand(2, 128)
+    return {"positions": positions, "features": torch.arange(512).reshape(2, 128, 2)}
+
+
+def test_all_companions_of_the_tokens_are_cut_by_the_layout(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cp=ulysses", "model=llama3", "layout@cp.layout=zigzag")
+    elastic.run_ranks(cut_batches, config, tmp_path, ranks=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert torch.equal(ranks[0]["text"], ranks[1]["text"])
+    tokens = torch.arange(256).reshape(2, 128)
+    tables = (torch.cat([torch.arange(0, 32), torch.arange(96, 128)]), torch.arange(32, 96))
+    for kept, held in zip(ranks, tables, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(kept["plain"], (tokens[:, held], tokens[:, held] + 1), strict=False)
+        )
+        assert torch.equal(kept["plain"][2], held.expand(2, 64))
+        assert torch.equal(kept["packed"][2], (held % 64).expand(2, 64))
+        assert torch.equal(kept["packed"][3], torch.arange(512).reshape(2, 128, 2)[:, held])
+        assert "weights" in kept["refused"] and "128" in kept["refused"]
+
+
+# --- the data position in a checkpoint ---
+
+
+def test_data_position_of_other_data_parallel_ranks_is_refused() -> None:
+    with cpu_shims():
+        from cp_engine.data.loader import TextLoader
+    from cp_engine.data.rows import Rows
+
+    rows = Rows(path=None, field="text", sequence=16, rank=0, world=2)
+    state = TextLoader(rows, dp_rank=0, dp_world_size=2, batch_size=1).state_dict()
+    one = TextLoader(
+        Rows(path=None, field="text", sequence=16, rank=0, world=1), dp_rank=0, dp_world_size=1, batch_size=1
+    )
+    with pytest.raises(ConfigError, match="for 2 data-parallel ranks, this run has 1"):
+        one.load_state_dict(state)
+
+
+def test_tokenizer_returns_the_text() -> None:
+    with cpu_shims():
+        from cp_engine.data.loader import ByteTokenizer
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
+    assert max(tokenizer.encode("a")) == tokenizer.get_vocab_size() - 1
