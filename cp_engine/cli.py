@@ -1,0 +1,210 @@
+"""The command: composes a configuration with Hydra, then trains, explains or verifies it."""
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cp_engine.endings import Interrupted, RankFailure
+from cp_engine.errors import ConfigError, CPError, Problem
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from cp_engine.join import Group
+
+# Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
+
+NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
+TITAN_KEY = re.compile(r"titan\.([\w.]+)=")
+VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
+"""Options of Hydra that take a value."""
+# What is only printed needs no folder and no log file.
+NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.root.handlers=[]")
+
+
+def main() -> None:
+    """What launch.py, `python -m cp_engine` and the console script `cp-engine` run."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line.
+
+    Args:
+        arguments: without the program's name.
+
+    Returns:
+        The exit code: 0, 1 after an error, 128 + number after a signal (130 for Ctrl-C).
+    """
+    try:
+        if "RANK" in os.environ:
+            return _run_joined(arguments)
+        return _run_hydra(arguments, None)
+    except (CPError, RankFailure) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except Interrupted as signal:
+        print(f"interrupted by {signal}; no process is left", file=sys.stderr)
+        return 128 + signal.number
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run_joined(arguments: Sequence[str]) -> int:
+    """The ranks exist already: rank 0 composes, the others do what it says."""
+    from cp_engine.elastic import check_environment
+    from cp_engine.join import Group
+
+    check_environment()
+    if {"-m", "--multirun"} & set(arguments):
+        rule = ("rule", "a sweep starts new ranks for every job; ranks that exist already can only join one")
+        raise ConfigError(
+            [
+                Problem(
+                    key="-m",
+                    what="cannot be used with RANK set",
+                    details=(rule,),
+                    tries=("env -u RANK python launch.py -m ...",),
+                )
+            ]
+        )
+    group = Group()
+    if group.rank != 0:
+        return group.follow()
+    code = 1
+    try:
+        code = _run_hydra(arguments, group)
+    finally:
+        group.tell({"exit": code})
+    return code
+
+
+def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
+    """Lets Hydra compose and run the jobs, one after the other."""
+    import hydra
+    import yaml
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from cp_engine.compose import conf_dir
+    from cp_engine.modes import run_job
+
+    failed: list[str] = []
+
+    def task(composed: "DictConfig") -> None:
+        try:
+            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group):
+                return
+        except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
+            print(error, file=sys.stderr, flush=True)
+            _remove_unused(Path(HydraConfig.get().runtime.output_dir))
+        overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        assert isinstance(overrides, list)
+        failed.append(" ".join(map(str, overrides)))
+
+    # Read by Hydra itself: it then raises its errors instead of printing them and exiting.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    with _program_arguments(prepared(arguments)):
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _hydra_error(error, arguments) from error
+        except yaml.YAMLError as error:
+            raise ConfigError([Problem(key="a YAML file", what=" ".join(str(error).split()))]) from error
+        except ValueError as error:
+            if not str(error).startswith("Only one of"):  # all that Hydra refuses with a bare ValueError
+                raise
+            raise ConfigError([Problem(key="options", what=str(error))]) from error
+    sweep = bool({"-m", "--multirun"} & set(arguments))
+    if failed and sweep:
+        print("failed jobs:", *(f"  {job}" for job in failed), sep="\n", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def prepared(arguments: Sequence[str]) -> list[str]:
+    """The arguments for Hydra: refuses what it would misread, and adds what it would ask for.
+
+    Args:
+        arguments: as typed.
+
+    Returns:
+        torchtitan keys that the configuration does not list get the prefix that lets Hydra take them.
+
+    Raises:
+        ConfigError: if the strategy is removed instead of replaced.
+    """
+    nothing = [argument for argument in arguments if NO_STRATEGY.fullmatch(argument)]
+    if nothing:
+        what = f"'{nothing[0]}' leaves no composition"
+        raise ConfigError([Problem(key="cp", what=what, tries=("cp=none",))], source="the command line")
+    result = []
+    for argument in _together(arguments):
+        match = TITAN_KEY.match(argument)
+        result.append(f"++{argument}" if match and _is_titan_key(match.group(1)) else argument)
+        if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
+            result += NO_FOLDER
+    return result
+
+
+def _together(arguments: Sequence[str]) -> list[str]:
+    """Hydra's options first, then all overrides: its parser takes overrides in one place only."""
+    options: list[str] = []
+    overrides: list[str] = []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        if argument.startswith("-"):
+            options.append(argument)
+            if argument in VALUED and left:
+                options.append(left.pop(0))
+        else:
+            overrides.append(argument)
+    return [*options, *overrides]
+
+
+def _remove_unused(folder: Path) -> None:
+    """A job that was refused before it started leaves no folder."""
+    if folder != Path.cwd() and {p.name for p in folder.iterdir()} == {".hydra"}:
+        shutil.rmtree(folder)
+        for parent in (folder.parent, folder.parent.parent):
+            if parent != Path.cwd() and not any(parent.iterdir()):
+                parent.rmdir()
+
+
+def _only_prints(argument: str, arguments: Sequence[str]) -> bool:
+    starts_ranks = {"verify.level=training", "verify.target=ranks"} & set(arguments)
+    return argument == "mode=explain" or (argument == "mode=verify" and not starts_ranks)
+
+
+def _is_titan_key(key: str) -> bool:
+    from cp_engine.keys import titan_table
+
+    return key in titan_table()
+
+
+@contextmanager
+def _program_arguments(arguments: Sequence[str]) -> Iterator[None]:
+    before = sys.argv  # where Hydra looks
+    sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _hydra_error(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    from hydra._internal.utils import get_args_parser
+
+    from cp_engine.compose import conf_dir
+    from cp_engine.hints import config_error
+
+    parsed, _ = get_args_parser().parse_known_args(list(arguments))
+    return config_error(error, parsed.overrides, conf=conf_dir(), extra=parsed.config_dir, sweep=parsed.multirun)

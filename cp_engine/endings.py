@@ -1,0 +1,35 @@
+"""How a run can end other than well."""
+
+import signal
+from dataclasses import dataclass
+
+
+class RankFailure(Exception):
+    """A rank ended the run; the text names it and shows its error."""
+
+
+class Interrupted(KeyboardInterrupt):  # not an Exception: Hydra would take it for a failed job and start the next
+    """A signal ended the run.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How one rank ended badly.
+
+    Args:
+        rank: global rank.
+        seconds: wall clock, to find the first: the others then lose their peer and fail too.
+        message: kind and text of its error.
+    """
+
+    rank: int
+    seconds: float
+    message: str

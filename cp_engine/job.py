@@ -1,0 +1,265 @@
+"""Checks of the composed configuration, all but `cp.*`, before any process starts."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.keys import ABSENT, key_problems, lookup, shape_table, value_of
+from cp_engine.plan import Shape
+
+# torchtitan keys that would have no effect beside a composition -> what to set instead.
+REPLACED: Mapping[str, str] = {
+    "titan.parallelism.context_parallel_load_balancer": "layout@cp.layout=zigzag",
+    "titan.parallelism.context_parallel_rotate_method": "cp=<preset>",
+}
+
+
+def check(config: Mapping[str, object]) -> None:
+    """Refuses a configuration that cannot run.
+
+    Args:
+        config: the composed configuration, resolved to plain containers.
+
+    Raises:
+        ConfigError: with all problems outside `cp.*`.
+    """
+    found = problems(config)
+    if found:
+        raise ConfigError(found)
+
+
+def problems(config: Mapping[str, object]) -> list[Problem]:
+    """Everything wrong outside `cp.*`: names and types first, then how the values fit together."""
+    found = [*key_problems(config), *_replaced_problems(config)]
+    if found:
+        return found
+    found = _degree_problems(config)
+    if found or not needs_ranks(config):
+        return found
+    from cp_engine import data, verify_training  # here: they need torch, and planning does not
+    from cp_engine.integrations import torchtitan
+
+    found = [*_world_problems(config), *_length_problems(config), *_shape_problems(config)]
+    found += [*torchtitan.check(config), *data.check(config)]
+    return found + (verify_training.check(config) if config["mode"] == "verify" else [])
+
+
+def _shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """`shape.*` describes a call that is only planned; a run makes the call of its model."""
+    rule = ("rule", "shape.* is for explain and verify; a run attends as its model and titan.training say")
+    instead = {"sequence": "titan.training.seq_len", "batch": "titan.training.local_batch_size"}
+    for name in (*SIZES, "dtype"):
+        value = value_of(config, f"shape.{name}")
+        if value is not None:
+            meant = {**instead, "dtype": "titan.training.mixed_precision_param"}.get(name)
+            tries = (f"shape.{name}=null", *((f"shape.{name}=null {meant}={value}",) if meant else ()))
+            yield Problem(
+                key=f"shape.{name}", what=f"is {value}, and has no effect on a run", details=(rule,), tries=tries
+            )
+
+
+def needs_ranks(config: Mapping[str, object]) -> bool:
+    """Whether the mode starts processes; the others only plan, for any number of ranks."""
+    return config["mode"] == "train" or (config["mode"] == "verify" and value_of(config, "verify.level") == "training")
+
+
+def shape_of(config: Mapping[str, object]) -> Shape:
+    """The attention call that the configured model makes on one tensor-parallel rank.
+
+    Args:
+        config: the composed configuration; what `shape.*` sets wins over the model's own.
+
+    Returns:
+        Sizes before context parallelism cuts anything.
+
+    Raises:
+        ConfigError: if the model is not in the table and `shape.*` leaves a size open.
+    """
+    tensor = _integer(config, "titan.parallelism.tensor_parallel_degree")
+    pipeline = _integer(config, "titan.parallelism.pipeline_parallel_degree")
+    batch = "pipeline_parallel_microbatch_size" if pipeline > 1 else ""
+    sizes: dict[str, int] = {
+        "batch": _integer(config, f"titan.parallelism.{batch}" if batch else "titan.training.local_batch_size"),
+        "sequence": _integer(config, "titan.training.seq_len"),
+    }
+    model, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
+    row = shape_table().get(model, {}).get(flavor, {})
+    for name in ("heads", "kv_heads"):
+        if name in row:
+            sizes[name] = int(str(row[name])) // tensor
+    for name in ("head_dim", "v_head_dim"):
+        if name in row:
+            sizes[name] = int(str(row[name]))
+    sizes.update({name: _integer(config, f"shape.{name}") for name in SIZES if value_of(config, f"shape.{name}")})
+    missing = [name for name in SIZES if name not in sizes]
+    if missing:
+        raise ConfigError([_unknown_model(model, flavor, missing)])
+    dtype = value_of(config, "shape.dtype") or value_of(config, f"titan.training.{_dtype_key(config)}")
+    return Shape(**sizes, dtype=str(dtype))
+
+
+def _dtype_key(config: Mapping[str, object]) -> str:
+    """FSDP casts the parameters where cp or dp_shard is above 1, autocast those of a single rank; nothing those of tp or pp alone."""
+    parallelism = "titan.parallelism."
+    names = ("tensor_parallel_degree", "pipeline_parallel_degree")
+    alone = any(_integer(config, parallelism + name) > 1 for name in names)
+    cp = config["cp"]
+    sharded = _integer(config, f"{parallelism}data_parallel_shard_degree") > 1 or _degree(cp) > 1
+    return "dtype" if alone and not sharded else "mixed_precision_param"
+
+
+def _degree(cp: object) -> int:
+    """The ranks of a composition; 1 where it cannot be read, which is reported elsewhere."""
+    from cp_engine.schema import degree_of
+
+    try:
+        return degree_of(cp if isinstance(cp, Mapping) else {})
+    except ConfigError:
+        return 1
+
+
+SIZES = ("batch", "sequence", "heads", "kv_heads", "head_dim", "v_head_dim")
+
+
+def world_size(config: Mapping[str, object]) -> int:
+    """The number of ranks: launch.nproc, else cp x tp x pp x dp (dp_shard -1 counts as 1)."""
+    given = value_of(config, "launch.nproc")
+    return int(str(given)) if given else math.prod(_factors(config).values())
+
+
+def _replaced_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    for key, instead in REPLACED.items():
+        if lookup(config, key) is not ABSENT:
+            rule = ("rule", "the composition decides this; torchtitan's own key would have no effect")
+            yield Problem(key=key, what="has no effect beside cp", details=(rule,), tries=(f"~{key}", instead))
+
+
+def _degree_problems(config: Mapping[str, object]) -> list[Problem]:
+    """The context-parallel degree is set in one place, the composition."""
+    from cp_engine.schema import degree_of  # here: `--help` and `--cfg` need no schema
+
+    key, cp = "titan.parallelism.context_parallel_degree", config["cp"]
+    try:
+        degree = degree_of(cp if isinstance(cp, Mapping) else {})
+    except ConfigError as error:
+        return list(error.problems)
+    titan = lookup(config, key)
+    if titan in (ABSENT, degree):
+        return []
+    rule = (
+        "rule",
+        "the context-parallel degree is the size of the composition's mesh; torchtitan's key may only agree",
+    )
+    return [
+        Problem(
+            key=key,
+            what=f"is {titan}, but cp.mesh has {degree} ranks",
+            details=(rule,),
+            tries=(f"~{key}", f"cp.degree={titan}"),
+        )
+    ]
+
+
+def _factors(config: Mapping[str, object]) -> dict[str, int]:
+    from cp_engine.schema import degree_of
+
+    parallelism = "titan.parallelism."
+    cp = config["cp"]
+    return {
+        "cp.mesh": degree_of(cp if isinstance(cp, Mapping) else {}),
+        f"{parallelism}tensor_parallel_degree": _integer(config, f"{parallelism}tensor_parallel_degree"),
+        f"{parallelism}pipeline_parallel_degree": _integer(config, f"{parallelism}pipeline_parallel_degree"),
+        f"{parallelism}data_parallel_replicate_degree": _integer(
+            config, f"{parallelism}data_parallel_replicate_degree"
+        ),
+        f"{parallelism}data_parallel_shard_degree": max(
+            1, _integer(config, f"{parallelism}data_parallel_shard_degree")
+        ),
+    }
+
+
+def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """The number of ranks is the product of the degrees; a free dp_shard takes what is left."""
+    ranks, factors = world_size(config), _factors(config)
+    needed = math.prod(factors.values())
+    free = _integer(config, "titan.parallelism.data_parallel_shard_degree") < 0
+    if ranks != needed and not (free and ranks % needed == 0):
+        shown = " x ".join(f"{key.removeprefix('titan.parallelism.')} {value}" for key, value in factors.items())
+        what = f"{ranks} ranks cannot be {'a multiple of ' if free else ''}{needed} = {shown}"
+        rule = (
+            "rule",
+            "launch.nproc = cp x tp x pp x dp_replicate x dp_shard; dp_shard -1 takes the ranks that are left",
+        )
+        yield Problem(
+            key="launch.nproc", what=what, details=(rule,), tries=(f"launch.nproc={needed}", "launch.nproc=null")
+        )
+    if lookup(config, "launch.inline") is True and ranks != 1:
+        yield Problem(
+            key="launch.inline",
+            what=f"runs in this process, which is one rank, not {ranks}",
+            tries=("launch.inline=false", "cp=none launch.nproc=1"),
+        )
+
+
+def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What torchtitan asserts in every rank, said before any starts."""
+    factors = _factors(config)
+    degree, tensor = factors["cp.mesh"], factors["titan.parallelism.tensor_parallel_degree"]
+    length, step = _integer(config, "titan.training.seq_len"), 2 * degree * tensor
+    if length % step:
+        near = [n for n in (length // step * step, (length // step + 1) * step) if n]
+        yield Problem(
+            key="titan.training.seq_len",
+            what=f"{length} is not divisible by {step} = 2 x cp {degree} x tp {tensor}",
+            details=(("rule", "torchtitan 0.2.2 asks for seq_len % (tp x 2 x cp) == 0, whatever the composition"),),
+            tries=tuple(f"titan.training.seq_len={n}" for n in near),
+        )
+    batch = _integer(config, "titan.training.local_batch_size")
+    total = _integer(config, "titan.training.global_batch_size")
+    data = world_size(config) // (degree * tensor * factors["titan.parallelism.pipeline_parallel_degree"])
+    if total > 0 and total % (batch * data):
+        yield Problem(
+            key="titan.training.global_batch_size",
+            what=f"{total} is not a multiple of {batch * data} = local_batch_size {batch} x dp {data}",
+            tries=("titan.training.global_batch_size=-1",),
+        )
+    name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
+    row = shape_table().get(name, {}).get(flavor)
+    if row is None:
+        yield _unknown_model(name, flavor, [])
+        return
+    yield from (
+        Problem(
+            key="titan.parallelism.tensor_parallel_degree",
+            what=f"{tensor} does not divide {size} {row[size]} of {name}",
+        )
+        for size in ("heads", "kv_heads")
+        if int(str(row[size])) % tensor
+    )
+    if row["attention"] != "sdpa" and degree > 1:
+        plain = [other for other, values in shape_table()[name].items() if values["attention"] == "sdpa"]
+        yield Problem(
+            key="titan.model.flavor",
+            what=f"'{flavor}' attends with {row['attention']}; a composition can only replace sdpa",
+            details=(("allowed", ", ".join(plain)),),
+            tries=tuple(f"titan.model.flavor={other}" for other in plain[:1]),
+        )
+
+
+def _unknown_model(name: str, flavor: str, missing: list[str]) -> Problem:
+    table = shape_table()
+    key, word, allowed = ("name", name, table) if name not in table else ("flavor", flavor, table[name])
+    near = suggest(word, allowed)
+    return Problem(
+        key=f"titan.model.{key}",
+        what=f"'{word}' is not in the table of attention shapes",
+        details=(("allowed", ", ".join(allowed)),),
+        tries=(
+            *((f"titan.model.{key}={near}",) if near else ()),
+            *((" ".join(f"shape.{m}=..." for m in missing),) if missing else ()),
+        ),
+    )
+
+
+def _integer(config: Mapping[str, object], key: str) -> int:
+    return int(str(value_of(config, key)))

@@ -1,0 +1,182 @@
+"""Names and types of every key outside `cp.*`, and what to say of one that is wrong."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cp_engine.errors import Problem, suggest
+
+TABLES = Path(__file__).parent / "integrations"
+MODES = ("train", "explain", "verify")
+
+# key -> type, in the words of the torchtitan table. `cp` belongs to the schema, `mask` to its group.
+KEYS: Mapping[str, str] = {
+    "mode": " | ".join(map(repr, MODES)),
+    "shape.batch": "int | null",
+    "shape.sequence": "int | null",
+    "shape.heads": "int | null",
+    "shape.kv_heads": "int | null",
+    "shape.head_dim": "int | null",
+    "shape.v_head_dim": "int | null",
+    "shape.dtype": "'float64' | 'float32' | 'bfloat16' | 'float16' | null",
+    "data.path": "str | null",
+    "data.field": "str",
+    "launch.device": "'auto' | 'cpu' | 'cuda'",
+    "launch.nproc": "int | null",
+    "launch.inline": "bool",
+    "launch.resume": "str | null",
+    "launch.verbose": "bool",
+    "explain.format": "'text' | 'json'",
+    "verify.level": "'attention' | 'training'",
+    "verify.target": "'process' | 'ranks'",
+}
+ELSEWHERE = ("cp", "mask")
+
+# Sizes that must be positive; torchtitan would fail later, in a rank.
+POSITIVE = (
+    "launch.nproc",
+    "shape.batch",
+    "shape.sequence",
+    "shape.heads",
+    "shape.kv_heads",
+    "shape.head_dim",
+    "shape.v_head_dim",
+    "titan.training.steps",
+    "titan.training.seq_len",
+    "titan.training.local_batch_size",
+    "titan.parallelism.tensor_parallel_degree",
+    "titan.parallelism.pipeline_parallel_degree",
+    "titan.parallelism.data_parallel_replicate_degree",
+    "titan.parallelism.context_parallel_degree",
+)
+
+
+def titan_table() -> dict[str, dict[str, object]]:
+    """Type and default of every key of torchtitan's JobConfig, by dotted key."""
+    table: dict[str, dict[str, object]] = json.loads((TABLES / "torchtitan_keys.json").read_text())
+    return table
+
+
+def shape_table() -> dict[str, dict[str, dict[str, object]]]:
+    """Attention shape by model name and flavor."""
+    table: dict[str, dict[str, dict[str, object]]] = json.loads((TABLES / "torchtitan_shapes.json").read_text())
+    return table
+
+
+def known_keys() -> dict[str, str]:
+    """Every key outside `cp` and `mask`, with its type."""
+    return {**KEYS, **{f"titan.{key}": str(row["type"]) for key, row in titan_table().items()}}
+
+
+def type_matches(value: object, wanted: str) -> bool:
+    """Whether a value has a type of the key tables, such as `int | null` or `list[str]`."""
+    return any(_is_one(value, option) for option in wanted.split(" | "))
+
+
+def _is_one(value: object, option: str) -> bool:
+    if option.startswith("list["):
+        return isinstance(value, list) and all(_is_one(item, option[5:-1]) for item in value)
+    if option == "null":
+        return value is None
+    if option == "float":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if option == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if option == "bool":
+        return isinstance(value, bool)
+    if option == "str":
+        return isinstance(value, str)
+    return repr(value) == option
+
+
+def _leaves(node: object, known: Mapping[str, str], key: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys and values; a mapping is a value where the tables have its key."""
+    if isinstance(node, Mapping) and node and key not in known:
+        for name, child in node.items():
+            dotted = f"{key}.{name}" if key else str(name)
+            if dotted not in ELSEWHERE:
+                yield from _leaves(child, known, dotted)
+    elif not isinstance(node, Mapping) or node:
+        yield key, node
+
+
+def key_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Unknown, missing and unset keys, wrong types and sizes below 1."""
+    known = known_keys()
+    for key, value in _leaves(config, known):
+        if any(name.startswith(f"{key}.") for name in known):
+            inside = ", ".join(name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}."))
+            yield Problem(key=key, what=f"is a section, not {value!r}", details=(("allowed", inside),))
+        elif key not in known:
+            yield unknown_key(key, known)
+        elif value == "???":
+            yield Problem(key=key, what="has no value", details=(("allowed", known[key]),), tries=(f"{key}=...",))
+        elif not type_matches(value, known[key]):
+            yield _wrong_type(key, value, known[key])
+        elif key in POSITIVE and isinstance(value, int) and value < 1:
+            yield Problem(key=key, what=f"is {value}, less than 1")
+    missing = [key for key in KEYS if lookup(config, key) is ABSENT]
+    yield from (Problem(key=key, what="is missing", details=(("allowed", known[key]),)) for key in missing)
+
+
+def unknown_key(key: str, known: Mapping[str, str], value: str = "...") -> Problem:
+    """The problem of a key that no table has, with its siblings and the nearest one."""
+    parts = key.split(".")
+    depth = 0
+    while depth < len(parts) and any(name.startswith(".".join([*parts[: depth + 1], ""])) for name in known):
+        depth += 1
+    siblings = sorted({name.split(".")[depth] for name in known if name.split(".")[:depth] == parts[:depth]})
+    if depth == 0:
+        siblings = sorted({*siblings, *ELSEWHERE})
+    here = ".".join(parts[: depth + 1])
+    allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
+    return Problem(
+        key=here, what="unknown key", details=(("allowed", allowed),), tries=_near(parts, depth, siblings, known, value)
+    )
+
+
+def _near(parts: list[str], depth: int, siblings: list[str], known: Mapping[str, str], value: str) -> tuple[str, ...]:
+    near = suggest(parts[depth], siblings)
+    if near is None:
+        elsewhere = [name for name in known if name.split(".")[-1] == parts[-1]]  # right name, wrong section
+        return tuple(f"{name}={value}" for name in elsewhere[:3])
+    fixed = ".".join([*parts[:depth], near, *parts[depth + 1 :]])
+    return (f"{fixed}={value}",)
+
+
+def _wrong_type(key: str, value: object, wanted: str) -> Problem:
+    names = {"NoneType": "null"}
+    got = names.get(type(value).__name__, type(value).__name__)
+    if "'" in wanted:
+        choices = [option.strip("'") for option in wanted.split(" | ")]
+        near = suggest(str(value), choices)
+        tries = (f"{key}={near}",) if near else ()
+        return Problem(
+            key=key, what=f"{value!r} is not a choice", details=(("allowed", ", ".join(choices)),), tries=tries
+        )
+    text = wanted.split(" | ")[0] == "str" and isinstance(value, (int, float, bool))
+    tries = (f"\"{key}='{str(value).lower() if isinstance(value, bool) else value}'\"",) if text else ()
+    shown = got if value is None else f"{got} {value!r}"
+    return Problem(key=key, what=f"is {shown}, not {wanted}", details=(("allowed", wanted),), tries=tries)
+
+
+ABSENT = object()
+"""No value at a key, not even null."""
+
+
+def lookup(config: Mapping[str, object], key: str) -> object:
+    """What is at a dotted key, or ABSENT."""
+    node: object = config
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return ABSENT
+        node = node[part]
+    return node
+
+
+def value_of(config: Mapping[str, object], key: str) -> object:
+    """A value of the configuration, or torchtitan's default."""
+    value = lookup(config, key)
+    if value is ABSENT and key.startswith("titan."):
+        return titan_table()[key.removeprefix("titan.")]["default"]
+    return None if value is ABSENT else value

@@ -1,0 +1,139 @@
+"""What one composed job does: train, explain or verify."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cp_engine.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from cp_engine.join import Group
+    from cp_engine.plan import Plan
+
+# The rest is imported where it is used: planning needs no torchtitan and no process group.
+
+
+def run_job(composed: DictConfig, output_dir: Path, group: "Group | None") -> bool:
+    """One job: check everything, then do what `mode` says.
+
+    Args:
+        composed: Hydra's result.
+        output_dir: the job's folder.
+        group: the ranks that exist already; None to start new ones.
+
+    Returns:
+        False if verify found a difference; it has shown where.
+
+    Raises:
+        CPError: with every problem of the configuration, or what verify found.
+        RankFailure: a rank ended the run.
+    """
+    config = plain(composed)
+    if group is not None and config.get("mode") == "train":
+        config = group.adopt(config)
+    plan = planned(config)
+    if config["mode"] == "verify":
+        return _verify(plan, config, output_dir)
+    _explain(plan, config)
+    if config["mode"] == "train":
+        _train(config, output_dir, group)
+    return True
+
+
+def plain(composed: DictConfig) -> dict[str, object]:
+    """The configuration as plain containers, interpolations resolved.
+
+    Raises:
+        ConfigError: if an interpolation has no target.
+    """
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def planned(config: Mapping[str, object]) -> "Plan":
+    """The proved plan of a configuration.
+
+    Raises:
+        CPError: every problem of all parts of the configuration together.
+    """
+    from cp_engine import job
+    from cp_engine.schema import plan_from_config
+
+    found = job.problems(config)
+    try:
+        shape = job.shape_of(config)
+    except (ConfigError, ValueError) as error:  # ValueError: a size of a wrong type, which `found` has
+        if found:
+            raise ConfigError(found) from error
+        raise
+    cp, mask = config.get("cp"), config.get("mask")
+    assert isinstance(mask, (str, Mapping))
+    try:
+        plan = plan_from_config(cp if isinstance(cp, Mapping) else {}, shape=shape, mask=mask)
+    except ConfigError as error:
+        known = {problem.key for problem in found}
+        raise ConfigError([*found, *(p for p in error.problems if p.key not in known)], error.source) from error
+    if found:
+        raise ConfigError(found)
+    return plan
+
+
+def _explain(plan: "Plan", config: Mapping[str, object]) -> None:
+    from cp_engine import explain
+
+    settings, device = config["explain"], _device(config)
+    assert isinstance(settings, Mapping)
+    if config["mode"] == "explain" and settings["format"] == "json":
+        print(json.dumps(explain.data(plan, device=device), indent=2))
+    else:
+        print(explain.text(plan, device=device), flush=True)
+
+
+def _device(config: Mapping[str, object]) -> str:
+    """Whose kernels a plan names; unlike a run, a plan may have more ranks than this machine has GPUs."""
+    import torch
+
+    settings = config["launch"]
+    assert isinstance(settings, Mapping)
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return auto if settings["device"] == "auto" else str(settings["device"])
+
+
+def _verify(plan: "Plan", config: dict[str, object], output_dir: Path) -> bool:
+    from cp_engine.job import needs_ranks
+
+    if not needs_ranks(config):
+        from cp_engine import verify_attention
+
+        return verify_attention.run(config, plan, output_dir)
+    if "RANK" in os.environ:
+        rule = ("rule", "this comparison starts ranks of its own, for two runs")
+        problem = Problem(
+            key="RANK", what="is in the environment", details=(rule,), tries=("env -u RANK python launch.py",)
+        )
+        raise ConfigError([problem])
+    from cp_engine import verify_training
+
+    settings = config["launch"]
+    assert isinstance(settings, Mapping)
+    return verify_training.run({**config, "launch": {**settings, "output_dir": str(output_dir)}})
+
+
+def _train(config: dict[str, object], output_dir: Path, group: "Group | None") -> None:
+    from cp_engine import elastic
+
+    if group is not None:
+        group.lead(config, output_dir, sys.stdout)
+        return
+    elastic.check_environment()
+    elastic.launch(config, output_dir, out=sys.stdout)

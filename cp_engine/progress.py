@@ -1,0 +1,139 @@
+"""What a person sees of a running job: progress from metrics.jsonl, the ranks' lines if asked, a closing summary."""
+
+import json
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+MiB = 2**20
+SECONDS_BETWEEN_LOOKS = 0.1
+
+
+class Tail:
+    """The complete lines that were appended to a file since the last look.
+
+    Args:
+        path: the file; it may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """New lines, without one that is still being written."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        text = text[: text.rfind(b"\n") + 1]
+        self._offset += len(text)
+        return text.decode(errors="replace").splitlines()
+
+
+class Watch:
+    """Shows a job while it runs; a context manager.
+
+    Args:
+        output_dir: the job's folder, with metrics.jsonl and ranks/.
+        steps: how many steps the job trains.
+        ranks: number of ranks.
+        out: where to write; a bar on a terminal, plain lines elsewhere.
+        is_live: false for plain lines also on a terminal, which ranks or a debugger share.
+        verbose: also show every rank's log lines, each with its rank.
+    """
+
+    def __init__(self, output_dir: Path, *, steps: int, ranks: int, out: TextIO, verbose: bool, is_live: bool) -> None:
+        self.rows: list[Mapping[str, float]] = []
+        self._steps, self._ranks, self._output_dir = steps, ranks, output_dir
+        self._metrics = Tail(output_dir / "metrics.jsonl")
+        self._metrics.lines()  # a folder that is used again already has rows
+        self._logs = {rank: Tail(log_path(output_dir, rank)) for rank in range(ranks)} if verbose else {}
+        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        has_bar = is_live and self._console.is_terminal and not verbose
+        self._bar, self._task = _bar(self._console, ranks, steps) if has_bar else (None, TaskID(0))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self._bar is None:
+            self._print(f"starting {self._ranks} rank{'s' * (self._ranks != 1)}, output in {self._output_dir}")
+        else:
+            self._bar.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def summary(self) -> str:
+        """The closing lines: steps, loss, speed, bytes, folder."""
+        if not self.rows:
+            return f"no step was trained   {self._output_dir}"
+        first, last = self.rows[0], self.rows[-1]
+        speed = statistics.median(row["tokens_per_second"] for row in self.rows)
+        sent = statistics.median(row["cp_bytes_sent"] for row in self.rows)
+        return "\n".join(
+            [
+                f"done     {len(self.rows)} steps, {sum(row['seconds'] for row in self.rows):.1f} s in steps",
+                f"loss     {first['loss']:.4f} -> {last['loss']:.4f}",
+                f"speed    {speed:,.0f} tokens/s (median)",
+                f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",
+                f"output   {self._output_dir}",
+            ]
+        )
+
+    def _run(self) -> None:
+        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+            self._look()
+
+    def _look(self) -> None:
+        for rank, log in self._logs.items():
+            for line in log.lines():
+                self._print(f"[{rank}] {line}")
+        for line in self._metrics.lines():
+            self._show(json.loads(line))
+
+    def _show(self, row: Mapping[str, float]) -> None:
+        self.rows.append(row)
+        step, numbers = int(row["step"]), f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        if self._bar is None:
+            width = len(str(self._steps))
+            self._print(f"step {step:>{width}}/{self._steps}  {numbers}")
+        else:
+            self._bar.update(self._task, completed=step, numbers=numbers, description="training")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+
+def _bar(console: Console, ranks: int, steps: int) -> tuple[Progress | None, TaskID]:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    return bar, bar.add_task(f"starting {ranks} rank{'s' * (ranks != 1)}", total=steps, numbers="")
+
+
+def log_path(output_dir: Path, rank: int) -> Path:
+    """Where a rank's standard output and error go."""
+    return output_dir / "ranks" / f"rank{rank}.log"
+
+
+def last_lines(path: Path, count: int) -> Sequence[str]:
+    """The last lines of a log; none if it does not exist."""
+    return path.read_text(errors="replace").splitlines()[-count:] if path.exists() else []

@@ -1,0 +1,48 @@
+"""What the tests share: running the command as a user does."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[1] / "launch.py"
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """The environment of a user's shell: no rank of another job."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {**kept, "PYTHONPATH": str(LAUNCH.parent), **more}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Result]:
+    """Runs launch.py from another folder, the test's own."""
+
+    def run(*arguments: str, timeout: float = 120, **environment: str) -> Result:
+        command = [sys.executable, str(LAUNCH), *arguments]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=clean_environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    return run

@@ -1,0 +1,320 @@
+"""The command line: what composes, what is refused and how, and that no rank outlives a run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cp_engine import cli
+from tests.conftest import LAUNCH, Result, clean_environment
+
+SMALL = ("titan.training.seq_len=64", "titan.training.local_batch_size=1")
+ENDLESS = ("titan.training.steps=5000", *SMALL)
+GATHER = "{kind: all_gather, axes: [cp], tensors: [k, v], dim: sequence, only: all}"
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Runs a command line in this process, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str) -> Result:
+        capsys.readouterr()
+        try:
+            code = cli.run(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        shown = capsys.readouterr()
+        return Result(code, shown.out, shown.err)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["cp=none"],
+        ["cp=ulysses"],
+        ["cp=ulysses", "cp.degree=4"],
+        ["cp=ulysses", "cp.mesh.ulysses=8"],
+        ["cp=ulysses", "cp.steps.attend.kernel=math", "attention@cp.steps.attend=dense", "layout@cp.layout=zigzag"],
+        ["cp.order=[to_heads, attend, to_sequence]"],
+        ["cp.order=[to_heads,attend,to_sequence]"],
+        ["~cp.mesh", "+cp.mesh={ulysses: 2}"],
+        ["cp=none", "~cp.mesh", "+cp.mesh={cp: 2}", "cp.axes=[cp]", f"+cp.steps.x={GATHER}", "cp.order=[x,attend]"],
+        [
+            *("cp=none", "~cp.mesh", "+cp.mesh={cp: 2}", "cp.axes=[cp]", "+collective@cp.steps.x=all_gather"),
+            *("cp.steps.x.axes=[cp]", "cp.steps.x.tensors=[k,v]", "cp.order=[x,attend]"),
+        ],
+        ["experiment=llama3_bfloat16"],
+        ["experiment=llama3_bfloat16", "cp=allgather_kv"],
+        ["cp=allgather_kv", "model=llama3", "titan.model.flavor=70B", "cp.degree=16", "shape.sequence=131072"],
+        ["titan.training.gc_freq=7"],
+        ["explain.format=text", "shape.dtype=bfloat16"],
+    ],
+    ids=" ".join,
+)
+def test_command_is_planned(command: Callable[..., Result], arguments: list[str]) -> None:
+    result = command("mode=explain", *arguments)
+    assert (result.code, result.err) == (0, "")
+    assert "attend" in result.out
+    assert not list(Path().iterdir()), "an explanation leaves no folder"
+
+
+def test_verify_passes_and_leaves_no_folder(command: Callable[..., Result]) -> None:
+    result = command(
+        "mode=verify", "cp=ulysses", "cp.degree=3", "shape.sequence=31", "shape.heads=6", "shape.kv_heads=3"
+    )
+    assert (result.code, result.err) == (0, "")
+    assert "token 0" in result.out
+    assert "WRONG" not in result.out
+    assert not list(Path().iterdir())
+
+
+def test_verify_out_of_bounds_exits_1(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cp_engine.verify.BOUND", 1e-30)
+    result = command("mode=verify", "shape.sequence=31")
+    assert result.code == 1
+    assert "WRONG" in result.out
+
+
+def test_explain_as_json_is_only_json(command: Callable[..., Result]) -> None:
+    assert json.loads(command("mode=explain", "explain.format=json").out)
+
+
+def test_user_folder_adds_a_strategy_that_extends_a_shipped_one(command: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "user" / "cp").mkdir(parents=True)
+    (tmp_path / "user" / "cp" / "mine.yaml").write_text(
+        "defaults: [ulysses, override /layout@layout: zigzag, _self_]\nname: mine\nmesh: {ulysses: 4}\n"
+    )
+    result = command("--config-dir", "user", "mode=explain", "cp=mine")
+    assert result.code == 0, result.err
+    assert "mine" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cp.degre=4"], ["cp.degre  unknown key", "cp.degree=4"]),
+        (["+cp.degre=4"], ["cp.degre", "degree"]),
+        (["titan.training.stepz=3"], ["titan.training.stepz  unknown key", "titan.training.steps=3"]),
+        (["+titan.training.stepz=3"], ["titan.training.stepz  unknown key", "titan.training.steps="]),
+        (["cp=ulyses"], ["cp  'ulyses' is not one of the choices", "cp=ulysses"]),
+        (["experment=llama3_bfloat16"], ["experiment=llama3_bfloat16"]),
+        (["experiment=lama3_bfloat16"], ["experiment=llama3_bfloat16"]),
+        (["+experiment=llama3_bfloat16"], ["experiment=llama3_bfloat16"]),
+        (["layout=zigzag"], ["layout@cp.layout=zigzag"]),
+        (["cp/layout=zigzag"], ["layout@cp.layout=zigzag"]),
+        (["cp.mesh={cp: 2}"], ["'~cp.mesh' '+cp.mesh={cp: 2}'"]),
+        (["cp=ulysses,none"], ["-m cp=ulysses,none"]),
+        (["cp=null"], ["cp=none"]),
+        (["cp=[]"], ["cp=none"]),
+        (["~cp"], ["cp=none"]),
+        (["titan.job.description=a=b"], ["titan.job.description", "mismatched input"]),
+        (["--cfg", "job", "-m"], ["Only one of"]),
+        (["mode=trian"], ["train, explain, verify", "mode=train"]),
+        (["titan.training.steps=ten"], ["titan.training.steps  is str 'ten', not int"]),
+        (["titan.parallelism.context_parallel_degree=4"], ["titan.parallelism.context_parallel_degree", "cp.degree=4"]),
+        (["+cp.steps.attend.x=${nope}"], ["cp.steps.attend.x", "nope"]),
+        (["data=jsonl"], ["data.path  has no value"]),
+        (["--config-dir", "nowhere", "cp=mine"], ["nowhere"]),
+        (["cp.degre=4", "titan.training.stepz=3", "cp=ulyses"], ["3 problems", "cp.degree=4", "cp=ulysses"]),
+        (["+titan.training.stepz=3", "+cp.degre=4"], ["2 problems", "titan.training.stepz", "cp.degre"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_mistake_is_refused_with_what_to_type(
+    command: Callable[..., Result], arguments: list[str], said: list[str]
+) -> None:
+    result = command(*arguments)
+    assert result.code == 1
+    assert "Traceback" not in result.err
+    assert result.err.count("Error:") == 1
+    missing = [text for text in said if text not in result.err]
+    assert not missing, result.err
+
+
+def test_invalid_yaml_is_refused_with_its_file(command: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "user" / "cp").mkdir(parents=True)
+    (tmp_path / "user" / "cp" / "mine.yaml").write_text("mesh: {cp: ")
+    result = command("--config-dir", "user", "cp=mine")
+    assert result.code == 1
+    assert "mine.yaml" in result.err
+
+
+def test_sweep_explains_one_after_the_other_and_a_bad_job_does_not_stop_it(command: Callable[..., Result]) -> None:
+    result = command("mode=explain", "cp=none,ulysses,allgather_kv", "cp.mesh.nope=3", "-m")
+    assert result.code == 1  # the key is in no preset: refused before any job
+    result = command("-m", "mode=explain", "cp.steps.attend.kernel=math,wrong,auto")
+    assert result.code == 1
+    assert "kernel=wrong" in result.err.partition("failed jobs:")[2]
+    assert result.err.partition("failed jobs:")[2].count("mode=explain") == 1
+
+
+def test_value_that_names_a_rank_of_another_job_is_refused(
+    command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    result = command("cp=ulysses")
+    assert result.code == 1
+    assert "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [(["--help"], "torch"), (["--cfg", "job"], "torch"), (["mode=explain"], "torchtitan")],
+    ids=lambda value: str(value),
+)
+def test_quick_commands_do_not_import(tmp_path: Path, arguments: list[str], absent: str) -> None:
+    code = f"""
+import sys
+from cp_engine.cli import run
+sys.argv[0] = "launch.py"
+try:
+    code = run({arguments!r})
+except SystemExit as end:
+    code = end.code
+assert not code, code
+assert {absent!r} not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("cp: " in done.stdout) if arguments == ["--help"] else done.stdout
+
+
+# --- real runs: each imports torchtitan in every rank -----------------------------------------------------------------
+
+
+def test_two_jobs_train_in_one_folder_each_and_the_loss_falls(launch: Callable[..., Result], tmp_path: Path) -> None:
+    result = launch("-m", "cp=ulysses,none", "titan.training.steps=3", *SMALL, timeout=170)
+    assert result.code == 0, result.err
+    folders = sorted(path for path in tmp_path.glob("multirun/*/*/*") if path.is_dir())
+    assert [folder.name for folder in folders] == ["0", "1"]
+    for folder, ranks in zip(folders, (2, 1), strict=True):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        assert rows[-1]["loss"] < rows[0]["loss"]
+        assert {path.name for path in (folder / "ranks").glob("rank*")} == {f"rank{rank}.log" for rank in range(ranks)}
+        assert (folder / ".hydra" / "config.yaml").exists()
+        assert f"output   {folder}" in result.out
+    assert "step 3/3  loss" in result.out
+    assert "\x1b[" not in result.out, "plain lines when not a terminal"
+
+
+def test_joined_ranks_share_the_folder_and_the_configuration_of_rank_0(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    done = subprocess.run(
+        [*torchrun, "--rdzv-endpoint", "localhost:0", str(LAUNCH), "titan.training.steps=2", *SMALL],
+        cwd=tmp_path,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = tmp_path.glob("outputs/*/*")
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert {path.name for path in (folder / "ranks").iterdir()} >= {"rank0.log", "rank1.log"}
+    assert done.stdout.count("step 2/2") == 1, "only rank 0 speaks"
+
+
+@contextmanager
+def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
+    """A training run in a session of its own, after it has printed something."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(LAUNCH), *ENDLESS],
+        cwd=tmp_path,
+        env=clean_environment(),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.match(seen, line):
+                break
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def alive(session: int) -> list[str]:
+    """Processes of a session that still run; one that ended and waits to be reaped does not."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, of = text[text.rindex(")") + 2 :].split()[:4]
+        if int(of) == session and state not in "ZX":
+            found.append(text)
+    return found
+
+
+def gone(session: int, seconds: float = 3.0) -> bool:
+    """Whether a session has no process left within some seconds."""
+    end = time.monotonic() + seconds
+    while alive(session) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(session)
+
+
+@pytest.mark.parametrize(
+    ("whole_group", "seen"),
+    [(True, r"step +1/"), (False, r"step +1/"), (True, "starting"), (False, "starting")],
+    ids=["terminal", "parent", "terminal at start", "parent at start"],
+)
+def test_ctrl_c_leaves_no_process_and_exits_130(tmp_path: Path, whole_group: bool, seen: str) -> None:
+    with running(tmp_path, seen) as process:
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 130, out + err
+        assert "Traceback" not in err
+        assert gone(process.pid)
+
+
+def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with running(tmp_path, r"step +2/") as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "rank 1 of 2 ended the run" in err
+        assert "SIGKILL" in err
+        assert time.monotonic() - began < 10
+        assert gone(process.pid)
+
+
+def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(launch: Callable[..., Result]) -> None:
+    # torchtitan itself refuses this value, in every rank
+    result = launch("titan.checkpoint.enable=true", "titan.checkpoint.keep_latest_k=1")
+    assert result.code == 1
+    assert re.search(
+        r"RankFailure: rank [01] of 2 ended the run\n  ValueError: We need to maintain at least 2", result.err
+    ), result.err
+    assert result.err.count("RankFailure") == 1
+    assert "  log  " in result.err
