@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine.compose import compose
+from cp_engine.errors import ConfigError, Problem
 from cp_engine.plan import Shape
 from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
@@ -51,6 +52,9 @@ def compile(
     Raises:
         CPError: all problems, before anything is exchanged between ranks.
     """
+    if not isinstance(composition, str) and (overrides or config_dir is not None):
+        what = "apply to a preset that is composed, and the composition is given as data"
+        raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
     cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
     shape = Shape(
         batch=batch,

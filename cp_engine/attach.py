@@ -2,9 +2,9 @@
 
 One wrapper per instance, set as its `forward`. It stays after the context is left (inert), so that activation checkpointing that
 recomputes during a later backward repeats the call of its own forward; `detach` removes it. Classes and modules stay untouched.
-A module remembers one engine: two training forwards of one module under different engines need their backwards in between.
 """
 
+import weakref
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Protocol
@@ -59,27 +59,69 @@ class Engine(Protocol):
         """The attention call of one site, on local tensors."""
 
 
+class _Token:
+    """Lives as long as the graph node that it is put on."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Site:
-    """The wrapper of one attention module."""
+    """The wrapper of one attention module.
+
+    A checkpoint that recomputes a call must repeat it under the engine of its forward. The calls whose backward may still come are
+    remembered with that engine: as long as their graph lives, or, where there is no graph (a reentrant checkpoint's forward looks like
+    any other under no_grad), for good. When they disagree, recomputing is refused instead of guessed.
+    """
 
     def __init__(self, module: nn.Module, plain: Callable[..., Tensor], is_own: bool) -> None:
         self.module, self.plain, self.is_own = module, plain, is_own
         self.active: list[Engine] = []
         self.users: list[Engine] = []  # engines that were attached and not closed: a recompute may still need them
-        self.last: Engine | None = None
         self.calls = 0
+        self._with_graph: list[tuple[Engine | None, weakref.ref[_Token]]] = []
+        self._without_graph: list[Engine | None] = []
 
     def __call__(self, *args: Tensor, **named: object) -> Tensor:
         # The boundary to a host: whatever it passes must be seen here, to be refused by name instead of dropped.
         is_recompute = torch._C._current_graph_task_id() != -1
-        engine = self.last if is_recompute else (self.active[-1] if self.active else None)
-        if not is_recompute and (torch.is_grad_enabled() or self.module.training):
-            self.last = engine  # an evaluation between forward and backward has no backward of its own
+        engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
         if engine is None:
-            return self.plain(*args, **named)
-        self.calls += not is_recompute
-        q, k, v, scale, is_causal, enable_gqa = _bound(args, named)
-        return engine.call(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+            out = self.plain(*args, **named)
+        else:
+            q, k, v, scale, is_causal, enable_gqa = _bound(args, named)
+            out = engine.call(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        if not is_recompute:
+            self.calls += engine is not None
+            self._remember(engine, out)
+        return out
+
+    def _remember(self, engine: Engine | None, out: Tensor) -> None:
+        if isinstance(out, Tensor) and out.grad_fn is not None:
+            token = _Token()
+            out.grad_fn.metadata["cp_engine"] = token  # type: ignore[index]  # a property, typed as a method
+            self._with_graph = [(e, t) for e, t in self._with_graph if t() is not None]
+            self._with_graph.append((engine, weakref.ref(token)))
+        elif self.module.training and not any(e is engine for e in self._without_graph):
+            self._without_graph.append(engine)
+
+    def _of_forward(self) -> Engine | None:
+        """The engine of the forward that is being recomputed."""
+        pending = [e for e, t in self._with_graph if t() is not None] + self._without_graph
+        engines = {id(e): e for e in pending}
+        if len(engines) > 1:
+            name = type(self.module).__name__
+            what = f"a checkpoint recomputes a call of {name}, which ran under {len(engines)} engines (or with and without one)"
+            tries = (
+                "backward inside the block of its forward, then leave it",
+                "model.eval() for evaluations under no_grad",
+            )
+            raise CallError([Problem(key="context", what=what, tries=tries)])
+        return next(iter(engines.values()), None)
+
+    def forget(self, engine: Engine) -> None:
+        """Drops the calls of an engine whose backwards are done."""
+        self._with_graph = [(e, t) for e, t in self._with_graph if e is not engine]
+        self._without_graph = [e for e in self._without_graph if e is not engine]
 
     def leave(self, engine: Engine) -> None:
         """Ends one context of an engine; contexts of one model may be left in any order."""
@@ -171,8 +213,7 @@ def attach(module: nn.Module) -> Site:
 def detach(site: Site, engine: Engine) -> None:
     """Ends an engine's use of a module; when it was the last one, the module is as it was before."""
     site.users = [e for e in site.users if e is not engine]
-    if site.last is engine:
-        site.last = None
+    site.forget(engine)
     if site.users or site.module.__dict__.get("forward") is not site:
         return
     if site.is_own:

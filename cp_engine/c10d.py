@@ -64,8 +64,9 @@ class GroupChannel:
         return buffer
 
     def all_to_all_even(self, send: Tensor) -> Tensor:
-        buffer = torch.empty_like(send)
-        self.group.alltoall_base(buffer, send, [], []).wait()
+        buffer, splits = torch.empty_like(send), [send.numel() // self.members] * self.members
+        # the splits are written out: a peer whose pieces lie differently in memory makes the same call with its own
+        self.group.alltoall_base(buffer, send, splits, splits).wait()
         self.traffic.collectives += 1
         self.traffic.bytes_sent += send.nbytes // self.members * (self.members - 1)
         return buffer

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cp_engine.endings import Interrupted, RankFailure
 from cp_engine.errors import ConfigError, CPError, Problem
+from cp_engine.keys import MODES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
 
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
+SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 TITAN_KEY = re.compile(r"titan\.([\w.]+)=")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options of Hydra that take a value."""
@@ -98,8 +100,10 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     from cp_engine.modes import run_job
 
     failed: list[str] = []
+    started: list[Path] = []
 
     def task(composed: "DictConfig") -> None:
+        started.append(Path(HydraConfig.get().runtime.output_dir))
         try:
             if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group):
                 return
@@ -117,10 +121,15 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
             raise _hydra_error(error, arguments) from error
+        except OSError as error:
+            if started:
+                raise
+            what = f"the run's folder cannot be made: {error.strerror}: {error.filename}"
+            raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
         except yaml.YAMLError as error:
             raise ConfigError([Problem(key="a YAML file", what=" ".join(str(error).split()))]) from error
         except ValueError as error:
-            if not str(error).startswith("Only one of"):  # all that Hydra refuses with a bare ValueError
+            if not str(error).startswith(("Only one of", "Config group override")):  # Hydra's own bare ValueErrors
                 raise
             raise ConfigError([Problem(key="options", what=str(error))]) from error
     sweep = bool({"-m", "--multirun"} & set(arguments))
@@ -141,6 +150,15 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if the strategy is removed instead of replaced.
     """
+    words = [argument for argument in arguments if argument in MODES]
+    if words:
+        problem = Problem(key=words[0], what="is a mode, and modes are written as a key", tries=(f"mode={words[0]}",))
+        raise ConfigError([problem], source="the command line")
+    several = [argument for argument in arguments if SEVERAL.fullmatch(argument)]
+    if several:
+        names = several[0].partition("=")[2].strip("[]").replace(" ", "")
+        what = f"'{several[0]}' names several compositions, and a run has one"
+        raise ConfigError([Problem(key="cp", what=what, tries=(f"-m cp={names}",))], source="the command line")
     nothing = [argument for argument in arguments if NO_STRATEGY.fullmatch(argument)]
     if nothing:
         what = f"'{nothing[0]}' leaves no composition"

@@ -1,5 +1,6 @@
 """Compose: the configuration of a preset, by Hydra, from inside any program."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.errors import ConfigError, Problem, suggest
 
@@ -16,6 +18,10 @@ def conf_dir() -> Path:
     """The shipped configuration: inside the package in a wheel, beside it in a checkout."""
     inside = Path(__file__).parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+OF_CP = re.compile(r"(\+\+|\+|~)?(cp\.|[\w/]+@cp\.)")
+"""Overrides that change the composition: `cp.key=...` and `group@cp.key=...`."""
 
 
 def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> dict[str, object]:
@@ -32,6 +38,13 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
     Raises:
         ConfigError: no such preset, or an override that does not apply.
     """
+    problems = [_not_of_cp(o) for o in overrides if not OF_CP.match(o)]
+    if config_dir is not None and not Path(config_dir).is_dir():
+        problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
+    elif preset not in presets(config_dir):
+        problems.append(_no_preset(preset, config_dir))
+    if problems:
+        raise ConfigError(problems, f"cp={preset}")
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir is not None else []
     host, GlobalHydra.instance().hydra = (
         GlobalHydra.instance().hydra,
@@ -42,8 +55,8 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
             composed = OmegaConf.to_container(
                 hydra_compose("config", [f"cp={preset}", *search, *overrides]), resolve=True
             )
-    except HydraException as error:
-        raise ConfigError([_problem(preset, config_dir, error)], f"cp={preset}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([Problem(key="overrides", what=" ".join(str(error).split()))], f"cp={preset}") from error
     finally:
         GlobalHydra.instance().hydra = host
     assert isinstance(composed, dict)
@@ -58,14 +71,13 @@ def presets(config_dir: str | Path | None = None) -> list[str]:
     return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
 
 
-def _problem(preset: str, config_dir: str | Path | None, error: HydraException) -> Problem:
+def _no_preset(preset: str, config_dir: str | Path | None) -> Problem:
     names = presets(config_dir)
-    if preset not in names:
-        near = suggest(preset, names)
-        return Problem(
-            key="cp",
-            what=f"there is no preset {preset!r}",
-            details=(("allowed", ", ".join(names)),),
-            tries=(near,) if near else (),
-        )
-    return Problem(key="overrides", what=" ".join(str(error).split()))
+    near = suggest(preset, names)
+    allowed = (("allowed", ", ".join(names)),)
+    return Problem(key="cp", what=f"there is no preset {preset!r}", details=allowed, tries=(near,) if near else ())
+
+
+def _not_of_cp(override: str) -> Problem:
+    rule = ("rule", "overrides change the composition; mask, shape and device are arguments of compile")
+    return Problem(key="overrides", what=f"{override!r} is no key of cp", details=(rule,))

@@ -108,7 +108,8 @@ def exchange(evens: Sequence[Even], tensors: Sequence[Tensor], channel: Channel,
     send_all = channel.all_gather if is_gather else channel.all_to_all_even
     if len(tensors) == 1:  # the most frequent case, and the fewest calls
         view = _cut(tensors[0], evens[0].cut, members)
-        arrived = send_all(view.reshape(-1)).view(members, *view.shape[1:])
+        # reshape keeps a stride of 0 (the gradient of a sum), which c10d refuses on this rank while its peers wait
+        arrived = send_all(view.reshape(-1).contiguous()).view(members, *view.shape[1:])
         return [_join(arrived, evens[0].join, 0)]
     stacks: list[list[Tensor]] = []
     joins: list[int | None] = []

@@ -33,7 +33,7 @@ def problems(config: Mapping[str, object]) -> list[Problem]:
     found = [*key_problems(config), *_replaced_problems(config)]
     if found:
         return found
-    found = _degree_problems(config)
+    found = [*_degree_problems(config), *_head_problems(config), *_verify_problems(config)]
     if found or not needs_ranks(config):
         return found
     from cp_engine import data, verify_training  # here: they need torch, and planning does not
@@ -42,6 +42,27 @@ def problems(config: Mapping[str, object]) -> list[Problem]:
     found = [*_world_problems(config), *_length_problems(config), *_shape_problems(config)]
     found += [*torchtitan.check(config), *data.check(config)]
     return found + (verify_training.check(config) if config["mode"] == "verify" else [])
+
+
+def _head_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Tensor parallelism cuts heads before the engine sees them."""
+    tensor = _integer(config, "titan.parallelism.tensor_parallel_degree")
+    name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
+    row = shape_table().get(name, {}).get(flavor, {})
+    for size in ("heads", "kv_heads"):
+        if int(str(row.get(size, 0))) % tensor:
+            key = "titan.parallelism.tensor_parallel_degree"
+            yield Problem(key=key, what=f"{tensor} does not divide {size} {row[size]} of {name} {flavor}")
+
+
+def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What the comparison with dense attention would ignore."""
+    if config["mode"] != "verify" or needs_ranks(config):
+        return
+    rule = ("rule", "verify.level=attention computes in float64 on cpu, whatever the job's own dtype and device")
+    for key, fine in (("shape.dtype", (None, "float64")), ("launch.device", ("auto", "cpu"))):
+        if (value := value_of(config, key)) not in fine:
+            yield Problem(key=key, what=f"is {value}", details=(rule,), tries=(f"{key}={fine[-1]}",))
 
 
 def _shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -185,7 +206,7 @@ def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     free = _integer(config, "titan.parallelism.data_parallel_shard_degree") < 0
     if ranks != needed and not (free and ranks % needed == 0):
         shown = " x ".join(f"{key.removeprefix('titan.parallelism.')} {value}" for key, value in factors.items())
-        what = f"{ranks} ranks cannot be {'a multiple of ' if free else ''}{needed} = {shown}"
+        what = f"{ranks} is not {'a multiple of ' if free else ''}{needed} = {shown}"
         rule = (
             "rule",
             "launch.nproc = cp x tp x pp x dp_replicate x dp_shard; dp_shard -1 takes the ranks that are left",
@@ -228,14 +249,6 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     if row is None:
         yield _unknown_model(name, flavor, [])
         return
-    yield from (
-        Problem(
-            key="titan.parallelism.tensor_parallel_degree",
-            what=f"{tensor} does not divide {size} {row[size]} of {name}",
-        )
-        for size in ("heads", "kv_heads")
-        if int(str(row[size])) % tensor
-    )
     if row["attention"] != "sdpa" and degree > 1:
         plain = [other for other, values in shape_table()[name].items() if values["attention"] == "sdpa"]
         yield Problem(

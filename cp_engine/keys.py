@@ -91,12 +91,13 @@ def _is_one(value: object, option: str) -> bool:
 
 def _leaves(node: object, known: Mapping[str, str], key: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys and values; a mapping is a value where the tables have its key."""
-    if isinstance(node, Mapping) and node and key not in known:
+    is_section = not key or any(name.startswith(f"{key}.") for name in known)
+    if isinstance(node, Mapping) and (node or is_section) and key not in known:
         for name, child in node.items():
             dotted = f"{key}.{name}" if key else str(name)
             if dotted not in ELSEWHERE:
                 yield from _leaves(child, known, dotted)
-    elif not isinstance(node, Mapping) or node:
+    else:
         yield key, node
 
 

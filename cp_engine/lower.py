@@ -88,6 +88,7 @@ class Program:
             target: the ranks that live here and how to reach the others.
         """
         self.target = target
+        self.backwards = 0  # how often a gradient went through, so that it is known when there is something to sum
         self.operations: tuple[Operation, ...] = tuple(s.step.lower(s, plan, target) for s in plan.steps)
 
     def __call__(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], scale: float) -> list[Tensor]:
@@ -128,6 +129,7 @@ class _Run(torch.autograd.Function):
         if torch.is_grad_enabled():
             what = "a second derivative was asked for (create_graph=True), and the adjoint is not differentiable"
             raise CallError([Problem(key="backward", what=what)])
+        ctx.program.backwards += 1  # type: ignore[attr-defined]
         saved: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
         grads: Values = {"out": list(douts)}
         end = len(saved)

@@ -178,7 +178,7 @@ def mask_of(config: "Mask | str | Mapping[str, object]", size: int) -> Mask:
     """
     if isinstance(config, Mask):
         return config
-    fields = {"kind": config} if isinstance(config, str) else dict(config)
+    fields = dict(config) if isinstance(config, Mapping) else {"kind": config}
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         near = suggest(str(kind), KINDS)

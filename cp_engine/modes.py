@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cp_engine.errors import ConfigError, Problem
+from cp_engine.errors import ConfigError, CPError, Problem
 
 if TYPE_CHECKING:
     from cp_engine.join import Group
@@ -72,17 +72,21 @@ def planned(config: Mapping[str, object]) -> "Plan":
     found = job.problems(config)
     try:
         shape = job.shape_of(config)
-    except (ConfigError, ValueError) as error:  # ValueError: a size of a wrong type, which `found` has
+    except (ConfigError, ValueError, ArithmeticError) as error:  # of a wrong type or 0: `found` has it
         if found:
             raise ConfigError(found) from error
         raise
     cp, mask = config.get("cp"), config.get("mask")
-    assert isinstance(mask, (str, Mapping))
     try:
-        plan = plan_from_config(cp if isinstance(cp, Mapping) else {}, shape=shape, mask=mask)
-    except ConfigError as error:
-        known = {problem.key for problem in found}
-        raise ConfigError([*found, *(p for p in error.problems if p.key not in known)], error.source) from error
+        plan = plan_from_config(
+            cp if isinstance(cp, Mapping) else {}, shape=shape, mask=mask if isinstance(mask, Mapping) else str(mask)
+        )
+    except CPError as error:
+        if not found:
+            raise
+        known = {problem.key for problem in found}  # and a shape that follows from a wrong key is not a second fault
+        more = [p for p in error.problems if p.key not in known and not p.key.startswith("shape.")]
+        raise ConfigError([*found, *more], error.source) from error
     if found:
         raise ConfigError(found)
     return plan

@@ -88,7 +88,7 @@ class Watch:
                 f"done     {len(self.rows)} steps, {sum(row['seconds'] for row in self.rows):.1f} s in steps",
                 f"loss     {first['loss']:.4f} -> {last['loss']:.4f}",
                 f"speed    {speed:,.0f} tokens/s (median)",
-                f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",
+                *((f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",) if sent else ()),
                 f"output   {self._output_dir}",
             ]
         )

@@ -37,7 +37,7 @@ class Reader:
         return value
 
     def one_of(self, key: str, value: object, allowed: Sequence[object]) -> bool:
-        if value in allowed and not isinstance(value, bool):
+        if any(type(value) is type(a) and value == a for a in allowed):  # 1 == 1.0 == True, and only one is meant
             return True
         near = suggest(str(value), [str(a) for a in allowed]) or allowed[0]
         self.add(
@@ -84,13 +84,13 @@ class Reader:
         return mesh
 
     def _resized(self, mesh: Mesh, key: str, degree: object) -> Mesh:
-        if degree is None or degree == mesh.degree:
+        if degree is None:
             return mesh
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             self.add(key, f"must be a whole number of ranks, not {degree!r}")
         elif len(mesh.axes) == 1:
             return Mesh(axes=mesh.axes, sizes=(degree,))
-        else:
+        elif degree != mesh.degree:
             product = " x ".join(f"{a}={s}" for a, s in zip(mesh.axes, mesh.sizes, strict=True)) or "one rank"
             self.add(
                 key,
@@ -149,8 +149,8 @@ class Reader:
                 )
                 continue
             earlier = [n for n in order or () if n in nodes and n != name]
-            rest = {"name": name, **{k: v for k, v in node.items() if k != "kind"}}
-            step = self.built(key, kinds[kind], rest, mesh, earlier)
+            rest = {k: v for k, v in node.items() if k != "kind"}
+            step = self.built(key, kinds[kind], rest, mesh, earlier, {"name": name})
             if step is not None:
                 built[name] = step
         return tuple(built[n] for n in order or () if n in built)
@@ -175,12 +175,21 @@ class Reader:
                 tries = (f"'cp.order=[{','.join([*fixed, name])}]'", f"'~cp.steps.{name}'")
                 self.add(f"cp.steps.{name}", "is not in cp.order", (("rule", "every step runs once"),), tries)
 
-    def built(self, key: str, kind: type[P], node: Mapping[str, object], mesh: Mesh, steps: Sequence[str]) -> P | None:
-        """A primitive from its fields, which its dataclass declares."""
-        declared = {f.name: f for f in fields(kind)}
+    def built(
+        self,
+        key: str,
+        kind: type[P],
+        node: Mapping[str, object],
+        mesh: Mesh,
+        steps: Sequence[str],
+        given: Mapping[str, str] | None = None,
+    ) -> P | None:
+        """A primitive from its fields, which its dataclass declares; `given` ones are not the configuration's."""
+        given = given or {}
+        declared = {f.name: f for f in fields(kind) if f.name not in given}
         count = len(self.problems)
-        self.unknown(key, {k: v for k, v in node.items() if k != "name"}, [n for n in declared if n != "name"])
-        values: dict[str, Any] = {}  # each checked against its field's declaration
+        self.unknown(key, node, list(declared))
+        values: dict[str, Any] = {**given}  # each checked against its field's declaration
         for name, f in declared.items():
             if name in node and node[name] != "???":
                 values[name] = self.value(f"{key}.{name}", f, node[name], mesh, steps)
@@ -208,6 +217,11 @@ class Reader:
             return value
         if value is None and f.default is None:
             return None
+        if f.type in (int, float, bool):  # fields of primitives that other packages add
+            fits = isinstance(value, (int, float) if f.type is float else f.type)
+            if not fits or (isinstance(value, bool) and f.type is not bool):
+                self.add(key, f"must be {f.type.__name__}, not {value!r}")
+            return value
         names = self.names(key, value)
         if names is not None:
             if len(names) < rule.get("min_length", 0) or len(set(names)) != len(names):
@@ -221,8 +235,11 @@ class Reader:
                             (("allowed", ", ".join(mesh.axes) or "the mesh has none"),),
                             _near(key, axis, mesh),
                         )
-                if f.default is MISSING and not names:
-                    self.add(key, "[] must name at least one mesh axis")
+                if not names and f.default in (MISSING, None):
+                    tries = (f"{key}=null",) if f.default is None else ()
+                    self.add(
+                        key, "[] names no mesh axis", (("allowed", ", ".join(mesh.axes) or "the mesh has none"),), tries
+                    )
         return names
 
 

@@ -50,6 +50,8 @@ class ContextParallel:
         self._dtype = getattr(torch, plan.shape.dtype)
         self._sites: dict[int, Site] = {}
         self._summed: dict[int, Tensor] = {}
+        self._summed_at = -1
+        self._is_closed = False
 
     @property
     def bytes_sent(self) -> int:
@@ -72,6 +74,7 @@ class ContextParallel:
         Raises:
             CallError: a module has no attention that can be attached to, or the block ends without an attention call.
         """
+        self._require_open()
         with ExitStack() as undo:
             sites = [attach(m) for m in find(modules)]
             before = sum(s.calls for s in sites)
@@ -115,6 +118,8 @@ class ContextParallel:
         Raises:
             CallError: the call differs from what the plan was proved for.
         """
+        if self._is_closed:
+            self._require_open()
         shape = self.plan.shape
         local = self.plan.entry.sequence[self.rank].count
         batch = q.shape[0]
@@ -242,6 +247,7 @@ class ContextParallel:
         """
         communicator = self._communicator
         ours = set(communicator.ranks) if communicator else {0}
+        self._require_open()
         once = ("rule", "gradients are summed over the cp ranks once per step, after the last backward")
         problems = []
         for name, module in model.named_modules():
@@ -260,12 +266,16 @@ class ContextParallel:
                 what = "its gradient was summed in this step already, and it is the same tensor"
                 tries = ("optimizer.zero_grad(set_to_none=True)",)
                 problems.append(Problem(key=name, what=what, details=(once,), tries=tries))
+        if self._program.backwards == self._summed_at and not problems:
+            what = "no backward has gone through this engine since gradients were summed"
+            problems.append(Problem(key="sum_gradients", what=what, details=(once,)))
         if problems:
             raise CallError(problems[:8], self.plan.name)
         parameters = [p for p in model.parameters() if p.requires_grad]
         if communicator is not None:
             self._reduce(parameters, communicator)
         self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
+        self._summed_at = self._program.backwards
 
     def _reduce(self, parameters: Sequence[nn.Parameter], communicator: GroupCommunicator) -> None:
         group = communicator.groups[tuple(range(self.plan.degree))]
@@ -279,8 +289,16 @@ class ContextParallel:
                 grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
                 dist.all_reduce(grad, group=group)
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise CallError(
+                [Problem(key="close", what="the engine is closed", tries=("cp_engine.compile(...)",))], self.plan.name
+            )
+
     def close(self) -> None:
         """Removes the inert wrappers and destroys the process groups that were made for the plan.
+
+        Close when no backward is left to run: a checkpoint that recomputes later would find the module as it was before.
 
         Raises:
             CallError: a context of this engine is still open.
@@ -293,6 +311,7 @@ class ContextParallel:
         for site in self._sites.values():
             detach(site, self)
         self._sites.clear()
+        self._is_closed = True
         if self._communicator is not None:
             self._communicator.close()
 
@@ -324,4 +343,5 @@ def _take(x: Tensor, held: IndexSet, dim: int) -> Tensor:
     if not parts:
         index[dim] = slice(0, 0)
         return x[tuple(index)].contiguous()
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+    # a copy also where it could be a view: masking labels in place must not change the caller's batch
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

@@ -10,6 +10,8 @@ import types
 import typing
 from pathlib import Path
 
+from cp_engine.integrations.torchtitan_cpu import cpu_shims
+
 INTEGRATIONS = Path(__file__).parents[1] / "cp_engine" / "integrations"
 MODELS = ("deepseek_v3", "llama3", "llama4", "qwen3")
 
@@ -32,7 +34,8 @@ def type_name(hint: object) -> str:
 
 def titan_keys() -> dict[str, dict[str, object]]:
     """Every key of the installed torchtitan's JobConfig with its type and default."""
-    from torchtitan.config import JobConfig
+    with cpu_shims():  # torchtitan settles on a device when it is first imported
+        from torchtitan.config import JobConfig
 
     table: dict[str, dict[str, object]] = {}
 
@@ -53,7 +56,8 @@ def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
     """The attention shape of every flavor of the models in MODELS."""
     table: dict[str, dict[str, dict[str, object]]] = {}
     for name in MODELS:
-        spec = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+        with cpu_shims():
+            spec = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
         table[name] = {flavor: attention_shape(args) for flavor, args in spec.model_args.items()}
     return table
 

@@ -276,6 +276,7 @@ def test_backward_of_a_plain_forward_inside_a_context_stays_plain(mode: str) -> 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("under", ["no plan", "another plan"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_backward_after_an_evaluation_repeats_the_plan_of_its_forward(mode: str, under: str) -> None:
     model, cp, x = Model(mode=mode), engine(1), tokens()
     with cp.context(model):
@@ -289,6 +290,54 @@ def test_backward_after_an_evaluation_repeats_the_plan_of_its_forward(mode: str,
     out.square().sum().backward()
     assert x.grad is not None
     assert_same([x.grad], [results(expected(model, 1))[1]])
+
+
+def plain_with_graph(model: Model) -> list[object]:
+    return [model(tokens())]
+
+
+def plain_without_graph(model: Model) -> list[object]:
+    with torch.no_grad():
+        return [model(tokens())]
+
+
+def under_another_engine(model: Model) -> list[object]:
+    other = engine(3)
+    with other.context(model):
+        return [other, model(tokens())]
+
+
+@pytest.mark.parametrize(
+    ("between", "mode"),
+    [
+        (plain_with_graph, "reentrant"),
+        (plain_without_graph, "reentrant"),
+        (under_another_engine, "reentrant"),
+        (plain_with_graph, "non-reentrant"),
+        (under_another_engine, "non-reentrant"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_backward_whose_plan_cannot_be_told_is_refused_instead_of_guessed(between, mode: str) -> None:
+    model, cp = Model(mode=mode), engine(1)
+    with cp.context(model):
+        out = model(tokens())
+    kept = between(model)  # a graph or an engine that is still there
+    with pytest.raises(CallError, match="a checkpoint recomputes a call of Attention, which ran under 2 engines"):
+        out.square().sum().backward()
+    del kept
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_backwards_in_between_let_a_module_run_under_several_plans(mode: str) -> None:
+    model = Model(mode=mode)
+    for left in (1, 3, 1):
+        x, cp = tokens(), engine(left)
+        with cp.context(model):
+            model(x).square().sum().backward()
+        cp.close()
+        assert x.grad is not None
+        assert_same([x.grad], [results(expected(model, left))[1]])
 
 
 @pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])

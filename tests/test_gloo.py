@@ -140,8 +140,9 @@ def test_out_gradients_and_bytes_of_the_whole_matrix(ranks, preset, heads, seque
 
 
 @pytest.mark.parametrize("preset", SPREAD)
-def test_out_and_gradients_in_a_group_of_two_inside_four_ranks(four, preset):
-    check(four, preset, "gqa 8/2", 31, 3, "zigzag", "causal", degree=2)
+@pytest.mark.parametrize("heads,sequence,batch,order,mask", CASES)
+def test_out_and_gradients_in_a_group_of_two_inside_four_ranks(four, preset, heads, sequence, batch, order, mask):
+    check(four, preset, heads, sequence, batch, order, mask, degree=2)
 
 
 def test_one_rank_of_a_world_exchanges_nothing(four):
@@ -180,6 +181,35 @@ def test_gradients_of_half_types_that_are_summed_travel_in_float32_and_are_plann
     shape = Shape(batch=2, sequence=33, heads=4, kv_heads=1, head_dim=16, v_head_dim=16, dtype="bfloat16")
     for executed, planned in ranks.run(check_half, compose(preset), shape, len(ranks.processes)):
         assert executed == planned
+
+
+def any_strides(cp: Mapping[str, object], shape: Shape) -> None:
+    """Inputs as hosts bring them, and the gradient that a sum sends back (strides 0)."""
+    engine = ContextParallel(plan_from_config(cp, shape=shape, mask="causal"), mesh_of(dist.get_world_size()))
+    q, k, v, _ = verify.inputs(shape)
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True).sum(), whole)
+    for kind in ("transposed", "expanded heads"):
+        local = [x.detach() for x in engine.shard(q, k, v, dim=2)]
+        if kind == "transposed":  # [B, S, H, D] in memory
+            local = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in local]
+        else:  # one head for all
+            local = [x[:, :1].expand(-1, x.shape[1], -1, -1) for x in local]
+        local = [x.requires_grad_() for x in local]
+        out = engine.call(*local, enable_gqa=True)
+        grads = torch.autograd.grad(out.sum(), local)
+        for found, w in zip(grads, wanted, strict=True):
+            if kind == "transposed":
+                torch.testing.assert_close(found, engine.shard(w, dim=2), rtol=0, atol=1e-12)
+    engine.close()
+
+
+@pytest.mark.parametrize("preset", SPREAD)
+@pytest.mark.parametrize("sequence", [16, 18])
+def test_inputs_and_gradients_of_any_strides(ranks, preset, sequence):
+    shape = Shape(batch=2, sequence=sequence, heads=4, kv_heads=4, head_dim=8, v_head_dim=8, dtype="float64")
+    degree = len(ranks.processes)
+    ranks.run(any_strides, {**compose(preset), "degree": degree}, shape)
 
 
 def doubled_exchange(cp: Mapping[str, object], shape: Shape) -> list[tuple[str, float]]:

@@ -101,7 +101,9 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
             assert sum(s["collectives"][way] for s in d["steps"]) == d["collectives"][way]
         assert max(s["buffer_bytes"] for s in d["steps"]) == d["peak_buffer_bytes"]
         visible = plan.shape.sequence * (plan.shape.sequence + 1) // 2 * plan.shape.heads * plan.shape.batch
-        assert sum(d["score_pairs"]["per_rank"]) == visible
+        pairs = d["score_pairs"]["per_rank"]
+        assert sum(pairs) == visible
+        assert d["score_pairs"]["max_over_mean"] == pytest.approx(max(pairs) * plan.degree / visible, rel=1e-12)
 
 
 def test_idle_ranks_are_named() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import prod
 
 import pytest
 import torch
@@ -75,12 +76,18 @@ def executed(plan: Plan) -> None:
         assert counted[way] == [(s, collectives) for s in sent]
 
 
-@pytest.mark.parametrize("sequence", [16, 13])
+@pytest.mark.parametrize(
+    ("sequence", "heads", "kv_heads"), [(16, 8, 8), (16, 8, 4), (16, 8, 2), (16, 6, 3), (13, 6, 3)]
+)
 @pytest.mark.parametrize("packed_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("preset", EXCHANGING)
-def test_ranks_send_what_the_plan_says(preset: str, packed_bytes: int, sequence: int, monkeypatch: patch) -> None:
+def test_ranks_send_what_the_plan_says(
+    preset: str, packed_bytes: int, sequence: int, heads: int, kv_heads: int, monkeypatch: patch
+) -> None:
     monkeypatch.setattr(exchange, "PACKED_BYTES", packed_bytes)
-    executed(plan_of(preset, degree=4, shape=small(batch=2, sequence=sequence, heads=6, kv_heads=3, v_head_dim=4)))
+    shape = small(batch=2, sequence=sequence, heads=heads, kv_heads=kv_heads, v_head_dim=4)
+    for layout in ("contiguous", "zigzag"):
+        executed(plan_of(preset, f"layout@cp.layout={layout}", degree=4, shape=shape))
 
 
 # ------------------------------------------------------------------ random compositions
@@ -165,8 +172,12 @@ def cases(draw: st.DrawFn) -> Case:
     kinds = st.sampled_from(["contiguous", "zigzag", "striped"])
     over = draw(st.sampled_from([None, *([a] for a in axes), axes, axes[::-1]]))
     steps = template(draw(st.permutations(axes)), draw(kinds), draw(st.sampled_from(["all", "visible"])))
-    heads, kv_heads = draw(st.sampled_from(HEADS))
-    sequence = draw(st.integers(1, 24))
+    if draw(st.booleans()):  # everything divides, so that exchanges are even
+        heads, kv_heads = (n * prod(sizes) for n in draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])))
+        sequence = draw(st.integers(1, 3)) * 2 * prod(sizes)
+    else:
+        heads, kv_heads = draw(st.sampled_from(HEADS))
+        sequence = draw(st.integers(1, 24))
     shape = small(
         batch=draw(st.integers(1, 2)),
         sequence=sequence,

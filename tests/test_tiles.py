@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 
 from cp_engine import tiles
-from cp_engine.index_set import IndexSet, Run
+from cp_engine.index_set import IndexSet, Run, whole
 from cp_engine.mask import mask_of
 from cp_engine.tiles import Tile, Tiling, tiling
 from tests.helpers import index_sets, masks, sees
@@ -70,9 +70,8 @@ def test_tiles_are_what_kernels_take(queries: IndexSet, keys: IndexSet, mask: Co
 
 @any_call
 @given(index_sets(SIZE), index_sets(SIZE), masks(SIZE))
-@example(
-    IndexSet((Run(0, 24),), SIZE), IndexSet((Run(0, 4), Run(6, 4)), SIZE), {"kind": "window", "left": 4, "right": 0}
-)
+@example(whole(SIZE), IndexSet((Run(0, 4), Run(6, 4)), SIZE), {"kind": "window", "left": 4, "right": 0})
+@example(whole(SIZE), IndexSet((Run(0, 4), Run(6, 18)), SIZE), {"kind": "window", "left": 4, "right": 0})
 def test_first_tiles_write_and_later_ones_find_something_to_merge_with(
     queries: IndexSet, keys: IndexSet, mask: Config
 ) -> None:

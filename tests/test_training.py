@@ -114,7 +114,7 @@ def test_training_agrees_with_torchtitan_alone(
     comparison = verify_training.compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
     assert len(comparison.losses) == verify_training.STEPS
     assert len(comparison.gradient_errors) > 50
-    assert "gradients of step 1" in capsys.readouterr().out
+    assert capsys.readouterr().out.rstrip().endswith("verified")
     assert sum(row["cp_bytes_sent"] for row in metrics(tmp_path / "run" / "composition")) > 0
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from cp_engine.index_set import IndexSet, shares, union, whole
 from cp_engine.layout import Layout, Mesh, contiguous, cut
-from cp_engine.plan import State
+from cp_engine.plan import Refused, State
 from cp_engine.primitives.exchange import Exchange
 
 
@@ -89,7 +89,7 @@ class Reorder(Exchange):
     """Deals tensors in another order for attention only: seq in one order -> seq in another; `undo` brings the result back.
 
     Args:
-        to: the other order, and the axes that it is dealt over (None: all).
+        to: the other order, and the axes that it cuts first (None: all of `over`).
         over: the axes whose ranks exchange tokens; None is all of them.
     """
 
@@ -105,7 +105,15 @@ class Reorder(Exchange):
         return state.mesh.axes if self.over is None else self.over
 
     def destination(self, state: State, tensor: str) -> Layout:
-        layout = state.layout(tensor)
         axes = self.axes_of(state, tensor)
+        first = axes if self.to.over is None else self.to.over
+        if not set(first) <= set(axes):
+            raise Refused(
+                f"to deals over {', '.join(first)}, and the ranks exchange tokens along {', '.join(axes)}",
+                rule="tokens are dealt over axes whose ranks exchange them",
+                tries=(f"'{{key}}.over=[{','.join(a for a in state.mesh.axes if a in {*first, *axes})}]'",),
+            )
         together = self.joined(state, tensor, "sequence", axes)
-        return layout.replaced("sequence", cut(state.mesh, together, axes, self.to.deal))
+        dealt = cut(state.mesh, together, first, self.to.deal)
+        rest = tuple(a for a in axes if a not in first)
+        return state.layout(tensor).replaced("sequence", cut(state.mesh, dealt, rest, contiguous))
