@@ -7,6 +7,7 @@ recomputes during a later backward repeats the call of its own forward; `detach`
 import weakref
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from math import isfinite
 from typing import Protocol
 
 import torch
@@ -157,16 +158,22 @@ def _bound(
             details=(("accepted", ", ".join(ARGUMENTS)),),
         )
         for name, value in others.items()
-        if name not in ARGUMENTS and value is not None
+        if name not in ARGUMENTS
     ]
+    twice = [n for n in dict(zip("qkv", args, strict=False)) if n in named]
+    problems += [Problem(key=f"call.{n}", what="is given twice, by position and by name") for n in twice]
     problems += [Problem(key=f"call.{n}", what="is missing") for n in "qkv" if n not in tensors]
     if len(args) > 3:
         problems.append(
             Problem(key="call", what=f"the attention call carries {len(args)} positional arguments, and q, k, v are 3")
         )
     scale, is_causal, enable_gqa = others.get("scale"), others.get("is_causal", True), others.get("enable_gqa", False)
-    if not (scale is None or isinstance(scale, float | int)):
-        problems.append(Problem(key="call.scale", what=f"must be a number, not {_short(scale)}"))
+    is_number = isinstance(scale, float | int) and not isinstance(scale, bool) and isfinite(scale)
+    if not (scale is None or is_number):
+        problems.append(Problem(key="call.scale", what=f"must be a finite number, not {_short(scale)}"))
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            problems.append(Problem(key=f"call.{name}", what=f"must be True or False, not {_short(value)}"))
     if problems:
         raise CallError(problems)
     factor = None if scale is None else float(scale)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
 
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
+EMPTY = re.compile(r"[\w/@.]*=(null)?")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 TITAN_KEY = re.compile(r"titan\.([\w.]+)=")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
@@ -114,9 +115,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         assert isinstance(overrides, list)
         failed.append(" ".join(map(str, overrides)))
 
-    # Read by Hydra itself: it then raises its errors instead of printing them and exiting.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    with _program_arguments(prepared(arguments)):
+    with _program_arguments(prepared(arguments)), _full_error():
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
@@ -128,8 +127,14 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
         except yaml.YAMLError as error:
             raise ConfigError([Problem(key="a YAML file", what=" ".join(str(error).split()))]) from error
-        except ValueError as error:
-            if not str(error).startswith(("Only one of", "Config group override")):  # Hydra's own bare ValueErrors
+        except ValueError as error:  # Hydra's own two: options that exclude each other, and a group without an option
+            empty = [a for a in arguments if EMPTY.fullmatch(a)]
+            if str(error).startswith("Config group override"):
+                problems = [
+                    Problem(key=a.partition("=")[0], what="needs one of its options", tries=("--help",)) for a in empty
+                ]
+                raise ConfigError(problems or [Problem(key="options", what=str(error))], "the command line") from error
+            if not str(error).startswith("Only one of"):
                 raise
             raise ConfigError([Problem(key="options", what=str(error))]) from error
     sweep = bool({"-m", "--multirun"} & set(arguments))
@@ -216,6 +221,19 @@ def _program_arguments(arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+@contextmanager
+def _full_error() -> Iterator[None]:
+    """Hydra reads this: it then raises its errors instead of printing them and exiting."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _hydra_error(error: Exception, arguments: Sequence[str]) -> ConfigError:

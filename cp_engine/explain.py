@@ -6,6 +6,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from cp_engine.cost import totals
 from cp_engine.layout import Layout, cut_by, image
 from cp_engine.plan import Plan, PlannedStep
 from cp_engine.primitives import ORDERS
@@ -23,12 +24,8 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
     Returns:
         Mappings, lists, strings and numbers; bytes are per rank and call, largest rank first where one number is given.
     """
-    shape, mesh = plan.shape, plan.mesh
-    pairs = [sum(c.pairs[r] for c in plan.costs) for r in range(plan.degree)]
-    sent = [[sum(c.bytes_sent[way][r] for c in plan.costs) for r in range(plan.degree)] for way in (0, 1)]
-    mean = sum(pairs) / plan.degree
-    attend = [s for s in plan.steps if isinstance(s.step, Dense)]
-    heads = [layout.heads[r].count for s in attend for layout in [s.layout_before("q")] for r in range(plan.degree)]
+    shape, mesh, total = plan.shape, plan.mesh, totals(plan)
+    ways = ("forward", "backward")
     return {
         "name": plan.name,
         "ranks": plan.degree,
@@ -38,21 +35,12 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
         "entry": _layout(plan.entry, plan, ("q", "k")),
         "steps": [_step(s, plan, i, device) for i, s in enumerate(plan.steps)],
-        "bytes_sent": {
-            "forward": max(sent[0]),
-            "backward": max(sent[1]),
-            "per_rank": [list(map(int, way)) for way in sent],
-        },
-        "link_bytes": {
-            "forward": max(c.link_bytes[0] for c in plan.costs),
-            "backward": max(c.link_bytes[1] for c in plan.costs),
-        },
-        "collectives": {
-            way: sum(c.collectives[i] for c in plan.costs) for i, way in enumerate(("forward", "backward"))
-        },
-        "score_pairs": {"per_rank": pairs, "max_over_mean": max(pairs) / mean if mean else 1.0},
-        "peak_buffer_bytes": max(max(c.buffer_bytes) for c in plan.costs),
-        "idle_ranks": [r for r, n in enumerate(heads) if n == 0],
+        "bytes_sent": {**dict(zip(ways, map(max, total.sent), strict=True)), "per_rank": [list(x) for x in total.sent]},
+        "link_bytes": dict(zip(ways, total.busiest_link, strict=True)),
+        "collectives": dict(zip(ways, total.collectives, strict=True)),
+        "score_pairs": {"per_rank": list(total.pairs), "max_over_mean": total.max_over_mean},
+        "peak_bytes": total.peak_bytes,
+        "idle_ranks": list(total.idle),
         "fingerprint": plan.fingerprint,
     }
 
@@ -109,7 +97,7 @@ def text(plan: Plan, device: str = "cpu") -> str:
     Returns:
         Some 15 lines of plain text.
     """
-    d, shape = data(plan, device), plan.shape
+    shape = plan.shape
     mesh = " x ".join(f"{a}={s}" for a, s in zip(plan.mesh.axes, plan.mesh.sizes, strict=True))
     ranks = f"{plan.degree} rank{'s' * (plan.degree != 1)}"
     heads = f"heads {shape.heads}" + (f"|{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
@@ -121,7 +109,7 @@ def text(plan: Plan, device: str = "cpu") -> str:
         _table(plan),
         "",
     ]
-    for label, value in _facts(plan, d, device):
+    for label, value in _facts(plan, device):
         lines.append(f"{label:<10} {value}")
     return "\n".join(lines)
 
@@ -178,7 +166,7 @@ def _shapes(layout: Layout, plan: Plan, tensors: Sequence[str]) -> str:
     return f"[{shape.batch}, {'|'.join(heads)}, {span([s.count for s in layout.sequence])}, {widths}]"
 
 
-def _facts(plan: Plan, d: dict[str, object], device: str) -> list[tuple[str, str]]:
+def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
     facts = []
     for planned in plan.steps:
         step = planned.step
@@ -193,26 +181,22 @@ def _facts(plan: Plan, d: dict[str, object], device: str) -> list[tuple[str, str
         how = "tensors of one dtype together" if packed else "each tensor alone"
         how += f": {', '.join(t.tensor for t in planned.transfers)}"
         facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
-    total = [max(sum(c.bytes_sent[way][r] for c in plan.costs) for r in range(plan.degree)) for way in (0, 1)]
+    total = totals(plan)
     if moving:
-        links = [max(c.link_bytes[way] for c in plan.costs) for way in (0, 1)]
-        facts.append(
-            (
-                "sent",
-                f"{_bytes(total[0])} forward, {_bytes(total[1])} backward per rank; busiest link {_bytes(links[0])}, {_bytes(links[1])}",
-            )
-        )
-    pairs = [sum(c.pairs[r] for c in plan.costs) for r in range(plan.degree)]
-    mean = sum(pairs) / len(pairs)
-    busiest = f", rank {pairs.index(max(pairs))} has most" if max(pairs) > mean * 1.005 else ""
+        sent, links = [_bytes(max(x)) for x in total.sent], [_bytes(x) for x in total.busiest_link]
+        busiest = f"busiest link {links[0]}, {links[1]}"
+        facts.append(("sent", f"{sent[0]} forward, {sent[1]} backward per rank; {busiest}"))
+    most = f", rank {total.pairs.index(max(total.pairs))} has most" if total.max_over_mean > 1.005 else ""
+    work = f"{sum(total.pairs):,} score pairs; max/mean over ranks {total.max_over_mean:.2f}{most}"
+    facts.append(("work", work))
     facts.append(
-        ("work", f"{sum(pairs):,} score pairs; max/mean over ranks {max(pairs) / mean if mean else 1:.2f}{busiest}")
+        ("memory", f"{_bytes(total.peak_bytes)} at most on a rank in forward: q, k, v, out, lse and exchange buffers")
     )
-    facts.append(("buffers", f"{_bytes(max(max(c.buffer_bytes) for c in plan.costs))} at most in one step, forward"))
-    idle = d["idle_ranks"]
-    if isinstance(idle, list) and idle:
-        shown = ", ".join(map(str, idle[:8])) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
-        facts.append(("idle", f"rank {shown}: no head is left for them; they only exchange"))
+    if total.idle:
+        shown = ", ".join(map(str, total.idle[:8])) + (
+            f" and {len(total.idle) - 8} more" if len(total.idle) > 8 else ""
+        )
+        facts.append(("idle", f"rank {shown}: no head or no token is left for them; they only exchange"))
     facts.append(("proved", "every visible (query, key) pair is computed once, and out returns to q's layout"))
     return facts
 

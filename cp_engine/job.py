@@ -39,7 +39,7 @@ def problems(config: Mapping[str, object]) -> list[Problem]:
     from cp_engine import data, verify_training  # here: they need torch, and planning does not
     from cp_engine.integrations import torchtitan
 
-    found = [*_world_problems(config), *_length_problems(config), *_shape_problems(config)]
+    found = [*_world_problems(config), *_length_problems(config), *_shape_problems(config), *_mask_problems(config)]
     found += [*torchtitan.check(config), *data.check(config)]
     return found + (verify_training.check(config) if config["mode"] == "verify" else [])
 
@@ -63,6 +63,13 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     for key, fine in (("shape.dtype", (None, "float64")), ("launch.device", ("auto", "cpu"))):
         if (value := value_of(config, key)) not in fine:
             yield Problem(key=key, what=f"is {value}", details=(rule,), tries=(f"{key}={fine[-1]}",))
+
+
+def _mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """torchtitan's sdpa models attend causally, so that a plan for another mask would be refused in the ranks."""
+    kind = lookup(config, "mask.kind")
+    if kind != "causal":
+        yield Problem(key="mask", what=f"is {kind}, and the model's attention is causal", tries=("mask=causal",))
 
 
 def _shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -234,10 +234,6 @@ class Plan:
         """A hash that is equal on ranks whose plans are equal."""
         steps = [(repr(s.step), hash_of(s.after)) for s in self.steps]
         return hashlib.sha256(repr((self.mesh, self.shape, self.mask, self.order, steps)).encode()).hexdigest()[:16]
-
-    def with_batch(self, batch: int) -> "Plan":
-        """The same plan for another number of sequences per call."""
-        return replace(self, shape=replace(self.shape, batch=batch))
 
 
 def hash_of(layouts: tuple[tuple[str, Layout], ...]) -> str:

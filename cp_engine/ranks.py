@@ -1,5 +1,6 @@
 """One rank's process: its log, the error it leaves for the parent, and how the parent finds which rank failed first."""
 
+import atexit
 import json
 import logging
 import multiprocessing
@@ -102,6 +103,15 @@ def run_rank(function: Callable[[Config], None], config: Config) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # destructors of a broken process group can wait for the other ranks, or abort
+    # gloo's threads can outlive the process group, and abort a process that has done its work while it ends
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def train(config: Config) -> None:

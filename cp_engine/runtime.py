@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import TypeVar, overload
 
 import torch
@@ -222,7 +223,7 @@ class ContextParallel:
             what = f"has {tensor.shape[dim]} positions along dim {dim}, and this rank holds {local}"
             raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
         moved = tensor.movedim(dim, 0)
-        flat = moved.reshape(1, 1, local, -1)
+        flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
         together: Tensor = _Unshard.apply(flat, self._unshard_operation())
         return together.reshape(self.plan.shape.sequence, *moved.shape[1:]).movedim(0, dim)
 

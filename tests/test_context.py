@@ -558,7 +558,7 @@ def test_named_tensors_and_any_batch_are_accepted() -> None:
     attention, cp = Attention(), engine(1)
     with cp.context(attention):
         q, k, v = qkv()
-        assert torch.equal(attention(v=v, q=q, k=k, dropout_p=None), attention(q, k, v))
+        assert torch.equal(attention(v=v, q=q, k=k), attention(q, k, v))
         assert attention(*(x.expand(5, -1, -1, -1) for x in (q, k, v))).shape[0] == 5
 
 

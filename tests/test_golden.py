@@ -73,7 +73,7 @@ def test_data_says_what_the_text_says(preset: str) -> None:
         assert f"{d['ranks']} rank" in text and f"tokens {d['layout']}" in text and f"mask {d['mask']}" in text
         assert f"{sum(d['score_pairs']['per_rank']):,} score pairs" in lines["work"]
         assert f"max/mean over ranks {d['score_pairs']['max_over_mean']:.2f}" in lines["work"]
-        assert size(d["peak_buffer_bytes"]) in lines["buffers"]
+        assert size(d["peak_bytes"]) in lines["memory"]
         ways = ("forward", "backward")
         for step in d["steps"]:
             cells = re.split(r"\s{2,}", lines[step["step"]])
@@ -99,7 +99,7 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
             assert d["bytes_sent"][way] == max(d["bytes_sent"]["per_rank"][i])
             assert sum(s["bytes_sent"][way] for s in d["steps"]) >= d["bytes_sent"][way]
             assert sum(s["collectives"][way] for s in d["steps"]) == d["collectives"][way]
-        assert max(s["buffer_bytes"] for s in d["steps"]) == d["peak_buffer_bytes"]
+        assert max(s["buffer_bytes"] for s in d["steps"]) <= d["peak_bytes"]
         visible = plan.shape.sequence * (plan.shape.sequence + 1) // 2 * plan.shape.heads * plan.shape.batch
         pairs = d["score_pairs"]["per_rank"]
         assert sum(pairs) == visible
@@ -109,7 +109,7 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
 def test_idle_ranks_are_named() -> None:
     plan = plan_of("ulysses", degree=6, shape=small(heads=4, kv_heads=2))
     assert explain.data(plan)["idle_ranks"] == [4, 5]
-    assert "idle       rank 4, 5: no head is left for them; they only exchange" in explain.text(plan)
+    assert "idle       rank 4, 5: no head or no token is left for them; they only exchange" in explain.text(plan)
 
 
 # ------------------------------------------------------------------ 1,024 ranks

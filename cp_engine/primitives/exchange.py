@@ -68,11 +68,18 @@ class Exchange(Step):
         sent = _total([_sent(t, plan, BYTES[plan.shape.dtype]) for t in planned.transfers]).sum(1)
         return len(planned.transfers) > 1 and int(np.max(sent)) <= PACKED_BYTES
 
+    def tables(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
+        """Bytes from rank to rank, forward and backward; what a rank keeps is not counted."""
+        size = BYTES[plan.shape.dtype]
+        forward = _total([_sent(t, plan, size) for t in planned.transfers])
+        wide = plan.wide_gradients
+        backward = _total([_sent(t, plan, 4 if t.tensor in wide else size) for t in self.adjoint(planned)])
+        return forward, backward
+
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         forward_size = {t.tensor: BYTES[plan.shape.dtype] for t in planned.transfers}
         backward_size = {n: 4 if n in plan.wide_gradients else size for n, size in forward_size.items()}
-        forward = _total([_sent(t, plan, forward_size[t.tensor]) for t in planned.transfers])
-        backward = _total([_sent(t, plan, backward_size[t.tensor]) for t in self.adjoint(planned)])
+        forward, backward = self.tables(planned, plan)
         made = np.sum(
             [counts(t.after, plan.shape, t.tensor) * forward_size[t.tensor] for t in planned.transfers], axis=0
         )

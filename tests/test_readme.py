@@ -1,0 +1,153 @@
+"""README.md and docs/ say what is true: their files exist, their commands compose, their examples run, their outputs are the program's."""
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from cp_engine import cli, primitives
+from tests.conftest import clean_environment
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+FOLDERS = ("conf", "cp_engine", "docs", "tests", "benchmarks", ".ci")
+REFUSED_STEP = "~cp.steps.gather"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every `python launch.py` in a block of commands."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python launch.py")]
+
+
+COMMANDS = [(name, arguments) for name, page in PAGES.items() for arguments in commands(page)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with the strategy of the README."""
+    (tmp_path / "my" / "cp").mkdir(parents=True)
+    (tmp_path / "my" / "cp" / "mine.yaml").write_text(blocks(README, "yaml")[1])
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def without_errors(text: str) -> str:
+    """A result without its rounding errors, which differ between processors."""
+    return re.sub(r"\d\.\de[-+]\d\d", "#", "\n".join(line.rstrip() for line in text.strip().splitlines()))
+
+
+def test_strategy_is_the_shipped_file() -> None:
+    assert blocks(README, "yaml")[0] == (ROOT / "conf" / "cp" / "ulysses.yaml").read_text()
+
+
+def test_own_strategy_is_one_that_no_preset_has_and_is_right(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.run(["--config-dir", "my", "mode=verify", "cp=mine"])
+    shown = capsys.readouterr().out
+    assert code == 0 and "4 ranks in one process" in shown and shown.rstrip().endswith("verified")
+
+
+def test_refusal_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (arguments,) = (a for a in commands(README) if REFUSED_STEP in a)
+    assert cli.run(arguments) == 1
+    assert capsys.readouterr().err.strip() in [block.strip() for block in blocks(README, "text")]
+
+
+def test_verification_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (arguments,) = (a for a in commands(README) if "mode=verify" in a and "shape.sequence=257" in a)
+    assert cli.run(arguments) == 0
+    assert without_errors(capsys.readouterr().out) in [without_errors(block) for block in blocks(README, "text")]
+
+
+def test_plan_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["mode=explain", "cp=ulysses"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    block = next(block for block in blocks(README, "text") if block.startswith(shown[0]))
+    plan = block[: block.index("starting 2 ranks")].splitlines()
+    assert len(plan) >= 10 and [line for line in plan if line not in shown] == ["..."]
+
+
+@pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=[" ".join([n, *a]) for n, a in COMMANDS])
+def test_command_composes_to_a_plan(
+    page: str, arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_refused = REFUSED_STEP in arguments
+    code = cli.run([*arguments, "mode=explain"])
+    text = capsys.readouterr()
+    assert code == is_refused, text.err
+    assert "CoverageError" in text.err if is_refused else "proved" in text.out or '"ranks"' in text.out
+
+
+def test_library_example_gives_one_ranks_loss_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(blocks(README, "python")[0])
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "example.py"]
+    jobs = [
+        subprocess.Popen(
+            [*run[:-1], "--nproc-per-node", str(ranks), run[-1]],
+            cwd=tmp_path,
+            env=clean_environment(OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for ranks in (1, 2)
+    ]
+    ends = [(*job.communicate(timeout=90), job.returncode) for job in jobs]
+    assert [code for _, _, code in ends] == [0, 0], ends
+    one, two = ([re.split(r"\s{2,}", line) for line in out.splitlines()] for out, _, _ in ends)
+    assert len(one) == 3 and [row[:2] for row in one] == [row[:2] for row in two]
+    sent = [int(row[2].split()[1].replace(",", "")) for row in two]
+    assert one[0][2] == "sent 0 bytes" and sent == [sent[0], 2 * sent[0], 3 * sent[0]] and sent[0] > 0
+
+
+def test_primitive_of_the_documentation_is_right(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PAGES["docs/configuration.md"]
+    (file,) = (block for block in blocks(page, "yaml") if block.startswith("kind: blocks"))
+    (folder / "my" / "layout").mkdir()
+    (folder / "my" / "layout" / "blocks.yaml").write_text(file)
+    (folder / "my_primitives.py").write_text(blocks(page, "python")[0])
+    monkeypatch.syspath_prepend(folder)
+    entry = EntryPoint("blocks", "my_primitives:Blocks", "cp_engine.primitives")
+    monkeypatch.setattr(primitives, "entry_points", lambda group: [entry])
+    (shown,) = (block for block in blocks(page, "text") if block.startswith("$ python -m cp_engine"))
+    command, _, result = shown.partition("\n")
+    assert cli.run(shlex.split(command)[4:]) == 0
+    assert without_errors(capsys.readouterr().out) == without_errors(result)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    text = PAGES[page]
+    named = {match.rstrip("./") for match in re.findall(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./-]*", text)}
+    links = re.findall(r"\]\(([^):#]+)\)", text)
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    missing += [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_modules_exist(page: str) -> None:
+    modules = set(re.findall(r"`(\w+\.py)`", PAGES[page])) - {"example.py"}
+    there = {path.name for path in [*ROOT.glob("*.py"), *ROOT.glob("cp_engine/**/*.py"), *ROOT.glob("tests/*.py")]}
+    assert modules <= there
+
+
+def test_ci_runs_the_readmes_install_and_tests() -> None:
+    install, test = next(block for block in blocks(README, "bash") if "pytest" in block).splitlines()
+    ci = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert test in ci
+    assert any(shlex.split(install)[2:] == [word for word in shlex.split(line)[2:] if word[:2] != "--"] for line in ci)
