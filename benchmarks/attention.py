@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
+from cp_engine.primitives import exchange
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -113,26 +114,43 @@ def to_sequence(x: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ measuring
-def measure(case: Case) -> dict[str, list[float]]:
-    """Per peer, one number per round: that of the slowest rank."""
+def engine_for(case: Case) -> cp_engine.ContextParallel:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    engine = cp_engine.compile("ulysses", mesh=mesh, sequence=case.sequence, heads=case.heads, head_dim=case.head_dim)
-    if dist.get_rank() == 0:
-        print(f"\n{engine.plan.shape.sequence=} exchange of q, k, v: {engine.plan.costs[0].collectives[0]} collectives")
+    return cp_engine.compile("ulysses", mesh=mesh, sequence=case.sequence, heads=case.heads, head_dim=case.head_dim)
+
+
+def measure(case: Case) -> dict[str, list[float]]:
+    """The engine and the hand-written exchanges."""
+    engine = engine_for(case)
+    peers = {"engine": engine.call, "hand, packed": HandPacked.apply, "hand, separate": HandSeparate.apply}
+    return rounds_of(case, engine, peers)
+
+
+def measure_packing(sequence: int, seconds: float) -> dict[str, list[float]]:
+    """The engine with q, k and v in one collective and with one for each, whatever their size."""
+    case = Case(sequence, 8, 64, "wall", seconds, 0.0)
+    engines = {}
+    limit = exchange.PACKED_BYTES
+    for name, bytes_limit in (("packed", 1 << 62), ("separate", 0)):
+        exchange.PACKED_BYTES = bytes_limit
+        engines[name] = engine_for(case)
+    exchange.PACKED_BYTES = limit
+    return rounds_of(case, engines["packed"], {name: engine.call for name, engine in engines.items()})
+
+
+def rounds_of(
+    case: Case, engine: cp_engine.ContextParallel, peers: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
+) -> dict[str, list[float]]:
+    """Per peer, one number per round: that of the slowest rank."""
     torch.manual_seed(0)
     shape = (1, case.heads, case.sequence, case.head_dim)
     q, k, v, dout = (engine.shard(torch.randn(shape), dim=2) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    peers: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "engine": engine.call,
-        "hand, packed": HandPacked.apply,
-        "hand, separate": HandSeparate.apply,
-    }
     results = {}
     for name, attend in peers.items():  # the same numbers, or no measurement
         out = attend(*leaves)
         results[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        for a, b in zip(results[name], results["engine"], strict=True):
+        for a, b in zip(results[name], results[next(iter(peers))], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     order, rng, rounds = list(peers), random.Random(0), {n: [] for n in peers}
     clock = time.thread_time if case.measure == "cpu" else time.perf_counter
@@ -180,7 +198,7 @@ def report(case: Case, name: str, rounds: dict[str, list[float]]) -> list[str]:
     return rows
 
 
-def rank_main(rank: int, ranks: int, port: int, names: list[str], markdown: str | None) -> None:
+def rank_main(rank: int, ranks: int, port: int, names: list[str], packing: bool, markdown: str | None) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
@@ -192,6 +210,25 @@ def rank_main(rank: int, ranks: int, port: int, names: list[str], markdown: str 
     ]
     for name in names:
         lines += report(CASES[name], name, measure(CASES[name]))
+    if packing:
+        lines += [
+            "",
+            "q, k and v in one collective or in one each (H8 D64, wall seconds; the engine packs up to 1 MiB per rank)",
+            "",
+        ]
+        lines += [
+            "| sequence | sent per rank | packed ms | separate ms | packed / separate, 90 % interval | rounds |",
+            "|---|---|---|---|---|---|",
+        ]
+    for sequence in (16, 256, 1024, 2048, 4096) if packing else ():
+        found = measure_packing(sequence, 8 if sequence < 2048 else 25)
+        middle, low, high = ratio(found["packed"], found["separate"])
+        sent = 3 * 8 * 64 * 4 * sequence // ranks * (ranks - 1) // ranks
+        times = [statistics.median(found[n]) * 1e3 for n in ("packed", "separate")]
+        lines.append(
+            f"| {sequence} | {sent / 2**10:.0f} KiB | {times[0]:.3f} | {times[1]:.3f} | "
+            f"{middle:.3f} [{low:.3f}, {high:.3f}] | {len(found['packed'])} |"
+        )
     if rank == 0:
         print("\n".join(lines))
         if markdown:
@@ -201,11 +238,12 @@ def rank_main(rank: int, ranks: int, port: int, names: list[str], markdown: str 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
+    parser.add_argument("--packing", action="store_true", help="also compare packed with separate exchanges")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--markdown", help="also write the table to this file")
     given = parser.parse_args()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         free = s.getsockname()[1]
-    mp.spawn(rank_main, (given.ranks, free, given.cases, given.markdown), nprocs=given.ranks)
+    mp.spawn(rank_main, (given.ranks, free, given.cases, given.packing, given.markdown), nprocs=given.ranks)
