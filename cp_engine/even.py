@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.index_set import Run
-from cp_engine.layout import Block, Transfer
+from cp_engine.transfer import Block, Transfer
 
 HEADS, SEQUENCE = 1, 2
 

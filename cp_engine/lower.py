@@ -9,9 +9,9 @@ from torch.autograd.function import FunctionCtx
 
 from cp_engine.attend import TiledAttention
 from cp_engine.errors import CallError, Problem
-from cp_engine.layout import Transfer
 from cp_engine.plan import Plan
 from cp_engine.redistribute import Redistribution, Target, Values
+from cp_engine.transfer import Transfer
 
 Saved = tuple[Tensor, ...]
 

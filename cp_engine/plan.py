@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from cp_engine.errors import CPError, LayoutError
-from cp_engine.layout import Layout, Mesh, Transfer, image
+from cp_engine.layout import Layout, Mesh, image
 from cp_engine.mask import Mask
+from cp_engine.transfer import Transfer
 
 if TYPE_CHECKING:
     from cp_engine.lower import Operation, Target

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from cp_engine.even import Channel, Even, even, exchange
 from cp_engine.index_set import Run
-from cp_engine.layout import Block, Layout, Transfer
+from cp_engine.layout import Layout
+from cp_engine.transfer import Block, Transfer
 
 Values: TypeAlias = dict[str, list[Tensor]]
 """tensor name -> one tensor [B, H, S, D] per local rank."""

@@ -3,24 +3,23 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
-from typing import TypeVar, overload
+from typing import overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from cp_engine import gradients
 from cp_engine.attach import Site, attach, detach, find
 from cp_engine.c10d import GroupCommunicator, connect
 from cp_engine.errors import CallError, Problem
-from cp_engine.index_set import IndexSet, whole
-from cp_engine.layout import Layout, Transfer
+from cp_engine.index_set import whole
+from cp_engine.layout import Layout
 from cp_engine.lower import ExchangeOperation, Program
 from cp_engine.plan import Plan
-from cp_engine.redistribute import Target, Values
-
-M = TypeVar("M", bound=nn.Module)
+from cp_engine.redistribute import Target
+from cp_engine.tokens import Unshard, take
+from cp_engine.transfer import Transfer
 
 
 class ContextParallel:
@@ -202,7 +201,7 @@ class ContextParallel:
         if problems:
             raise CallError(problems, self.plan.name)
         held = self.plan.entry.sequence[self.rank]
-        cut = tuple(_take(x, held, dim) for x in (tensor, *tensors))
+        cut = tuple(take(x, held, dim) for x in (tensor, *tensors))
         return cut if tensors else cut[0]
 
     def unshard(self, tensor: Tensor, *, dim: int = 1) -> Tensor:
@@ -224,7 +223,7 @@ class ContextParallel:
             raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
         moved = tensor.movedim(dim, 0)
         flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
-        together: Tensor = _Unshard.apply(flat, self._unshard_operation())
+        together: Tensor = Unshard.apply(flat, self._unshard_operation())
         return together.reshape(self.plan.shape.sequence, *moved.shape[1:]).movedim(0, dim)
 
     def _unshard_operation(self) -> ExchangeOperation:
@@ -241,54 +240,24 @@ class ContextParallel:
         Once per step, and not where FSDP or DDP already reduces over these ranks.
 
         Args:
-            model: its parameters' `grad` are replaced by the sum; parameters without a gradient on any rank are left alone.
+            model: its parameters' `grad` become the sum; parameters without a gradient on any rank are left alone.
 
         Raises:
             CallError: a wrapper reduces over these ranks already, or these gradients were summed before.
         """
-        communicator = self._communicator
-        ours = set(communicator.ranks) if communicator else {0}
         self._require_open()
-        once = ("rule", "gradients are summed over the cp ranks once per step, after the last backward")
-        problems = []
-        for name, module in model.named_modules():
-            reducer = getattr(module, "process_group", None)
-            shared = (
-                ours & set(dist.get_process_group_ranks(reducer)) if isinstance(reducer, dist.ProcessGroup) else set()
-            )
-            if len(shared) > 1:
-                what = f"{type(module).__name__} reduces gradients over {len(shared)} of the cp ranks already"
-                problems.append(Problem(key=name or "model", what=what, details=(once,)))
-        for name, p in model.named_parameters():
-            if isinstance(p, DTensor) and len(ours & {int(r) for r in p.device_mesh.mesh.flatten()}) > 1:
-                what = f"is sharded over {p.device_mesh}, whose owner reduces its gradient over the cp ranks already"
-                problems.append(Problem(key=name, what=what, details=(once,)))
-            elif p.grad is not None and self._summed.get(id(p)) is p.grad:
-                what = "its gradient was summed in this step already, and it is the same tensor"
-                tries = ("optimizer.zero_grad(set_to_none=True)",)
-                problems.append(Problem(key=name, what=what, details=(once,), tries=tries))
+        communicator = self._communicator
+        problems = gradients.refusals(model, set(communicator.ranks) if communicator else {0}, self._summed)
         if self._program.backwards == self._summed_at and not problems:
             what = "no backward has gone through this engine since gradients were summed"
-            problems.append(Problem(key="sum_gradients", what=what, details=(once,)))
+            problems.append(Problem(key="sum_gradients", what=what, details=(gradients.ONCE,)))
         if problems:
             raise CallError(problems[:8], self.plan.name)
         parameters = [p for p in model.parameters() if p.requires_grad]
         if communicator is not None:
-            self._reduce(parameters, communicator)
+            gradients.reduce(parameters, communicator.groups[tuple(range(self.plan.degree))], self.device)
         self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
         self._summed_at = self._program.backwards
-
-    def _reduce(self, parameters: Sequence[nn.Parameter], communicator: GroupCommunicator) -> None:
-        group = communicator.groups[tuple(range(self.plan.degree))]
-        # a parameter may have a gradient on some ranks only (an expert that got no token): ranks agree before they reduce
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=self.device)
-        dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-        for p, anywhere in zip(parameters, has.tolist(), strict=True):
-            if anywhere:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-                dist.all_reduce(grad, group=group)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -315,34 +284,3 @@ class ContextParallel:
         self._is_closed = True
         if self._communicator is not None:
             self._communicator.close()
-
-
-class _Unshard(torch.autograd.Function):
-    """An exchange as a node of its own."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
-        ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
-        values: Values = {"x": [x]}
-        operation.forward(values, 1.0)
-        return values["x"][0]
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grads: Values = {"x": [grad]}
-        ctx.operation.backward(grads, (), 1.0)  # type: ignore[attr-defined]
-        return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
-
-
-def _take(x: Tensor, held: IndexSet, dim: int) -> Tensor:
-    """The positions of a set along a dim, in local order, as a tensor of its own."""
-    index: list[slice] = [slice(None)] * x.ndim
-    parts = []
-    for r in held.runs:
-        index[dim] = r.slice()
-        parts.append(x[tuple(index)])
-    if not parts:
-        index[dim] = slice(0, 0)
-        return x[tuple(index)].contiguous()
-    # a copy also where it could be a view: masking labels in place must not change the caller's batch
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)

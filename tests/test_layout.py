@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from cp_engine import explain
 from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.layout import Layout, Mesh, Transfer, contiguous, cut, image, joined
+from cp_engine.layout import Layout, Mesh, contiguous, cut, image, joined
 from cp_engine.primitives.order import Contiguous, Order, Striped, Zigzag
+from cp_engine.transfer import Transfer
 from tests.helpers import assert_equals_reference, index_set, index_sets, partitions, plan_of, small
 
 ONE_AXIS = {n: Mesh(axes=("a",), sizes=(n,)) for n in (1, 2, 4)}

@@ -16,7 +16,7 @@ from cp_engine.check import Composition, prove
 from cp_engine.errors import CoverageError, CPError, LayoutError
 from cp_engine.index_set import IndexSet, Run, whole
 from cp_engine.kernels import math as math_kernel
-from cp_engine.layout import Block, Layout, Mesh, Transfer
+from cp_engine.layout import Layout, Mesh
 from cp_engine.lower import ExchangeOperation
 from cp_engine.plan import Plan, Shape, State
 from cp_engine.primitives import exchange
@@ -24,6 +24,7 @@ from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.order import Contiguous, Striped, Zigzag
 from cp_engine.redistribute import Redistribution
+from cp_engine.transfer import Block, Transfer
 from cp_engine.verify import in_one_process
 from tests.helpers import (
     CAUSAL,

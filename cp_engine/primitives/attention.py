@@ -8,11 +8,12 @@ from cp_engine.attend import TiledAttention, kv_index
 from cp_engine.errors import CoverageError, KernelError, Problem
 from cp_engine.index_set import whole
 from cp_engine.kernels import KERNELS, Call, Kernel, choose
-from cp_engine.layout import Layout, Transfer, cut_by, image
+from cp_engine.layout import Layout, cut_by, image
 from cp_engine.lower import AttendOperation, Operation
 from cp_engine.plan import BYTES, Cost, Plan, PlannedStep, Refused, Shape, State, Step, counts
 from cp_engine.redistribute import Target
 from cp_engine.tiles import Tiling, tiling
+from cp_engine.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,10 @@ import numpy as np
 
 from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet
-from cp_engine.layout import Layout, Table, Transfer, cut_by, joined
+from cp_engine.layout import Layout, cut_by, joined
 from cp_engine.lower import ExchangeOperation, Operation, Target
 from cp_engine.plan import BYTES, Cost, Passed, Plan, PlannedStep, Refused, State, Step, counts
+from cp_engine.transfer import Table, Transfer
 
 PACKED_BYTES = 1 << 20
 """Up to this many bytes per rank, one collective for all tensors costs less than one each; above it, an extra copy of a large

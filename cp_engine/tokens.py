@@ -1,0 +1,40 @@
+"""Tokens: this rank's part of whole tensors, and whole tensors from every rank's part."""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from cp_engine.index_set import IndexSet
+from cp_engine.lower import ExchangeOperation
+from cp_engine.redistribute import Values
+
+
+class Unshard(torch.autograd.Function):
+    """An exchange as a node of its own."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
+        ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
+        values: Values = {"x": [x]}
+        operation.forward(values, 1.0)
+        return values["x"][0]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grads: Values = {"x": [grad]}
+        ctx.operation.backward(grads, (), 1.0)  # type: ignore[attr-defined]
+        return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
+
+
+def take(x: Tensor, held: IndexSet, dim: int) -> Tensor:
+    """The positions of a set along a dim, in local order, as a tensor of its own."""
+    index: list[slice] = [slice(None)] * x.ndim
+    parts = []
+    for r in held.runs:
+        index[dim] = r.slice()
+        parts.append(x[tuple(index)])
+    if not parts:
+        index[dim] = slice(0, 0)
+        return x[tuple(index)].contiguous()
+    # a copy also where it could be a view: masking labels in place must not change the caller's batch
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
