@@ -59,6 +59,11 @@ def command(
             *("cp=none", "~cp.mesh", "+cp.mesh={cp: 2}", "cp.axes=[cp]", "+collective@cp.steps.x=all_gather"),
             *("cp.steps.x.axes=[cp]", "cp.steps.x.tensors=[k,v]", "cp.order=[x,attend]"),
         ],
+        ["cp=none", "~attention@cp.steps.attend", "+cp.steps.attend={kind: dense}"],
+        [
+            *("cp=reorder_zigzag", "~collective@cp.steps.to_zigzag", "~cp.steps.to_zigzag", "cp.order=[gather,attend]"),
+            *("~collective@cp.steps.to_contiguous", "~cp.steps.to_contiguous"),
+        ],
         ["experiment=llama3_bfloat16"],
         ["experiment=llama3_bfloat16", "cp=allgather_kv"],
         ["cp=allgather_kv", "model=llama3", "titan.model.flavor=70B", "cp.degree=16", "shape.sequence=131072"],
@@ -89,6 +94,13 @@ def test_verify_out_of_bounds_exits_1(command: Callable[..., Result], monkeypatc
     result = command("mode=verify", "shape.sequence=31")
     assert result.code == 1
     assert "WRONG" in result.out
+
+
+@pytest.mark.parametrize("what", ["job", "hydra"])
+def test_composed_configuration_is_shown(command: Callable[..., Result], what: str) -> None:
+    result = command("--cfg", what, "cp=ulysses")
+    assert result.code == 0
+    assert {"job": "to_heads:", "hydra": "sweep:"}[what] in result.out
 
 
 def test_explain_as_json_is_only_json(command: Callable[..., Result]) -> None:
