@@ -61,6 +61,11 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         what = f"is {stages}; gradients are compared where one rank group holds every parameter"
         key = "titan.parallelism.pipeline_parallel_degree"
         problems.append(Problem(key=key, what=what, tries=(f"{key}=1",)))
+    for name, default in (("mixed_precision_param", "bfloat16"), ("dtype", "float32")):
+        dtype, key = titan_value(config, f"training.{name}", default), f"titan.training.{name}"
+        if dtype != "float32":
+            what = f"is {dtype}; both runs are compared in float32, where a difference means something"
+            problems.append(Problem(key=key, what=what, tries=(f"{key}=float32",)))
     if section(config, "launch").get("resume") is not None:
         what = "the comparison starts from weights of its own"
         problems.append(Problem(key="launch.resume", what=what, tries=("launch.resume=null",)))

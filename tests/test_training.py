@@ -141,6 +141,11 @@ def test_comparison_counts_a_missing_gradient_as_wrong(tmp_path: Path) -> None:
     assert verify_training.compare(stock, ours).gradient_errors[0] == ("bias", float("inf"))
 
 
+def test_comparison_refuses_half_types_instead_of_comparing_in_float32(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cp=ulysses", "titan.training.mixed_precision_param=bfloat16")
+    assert [problem.key for problem in verify_training.check(config)] == ["titan.training.mixed_precision_param"]
+
+
 def test_comparison_refuses_pipeline_stages(tmp_path: Path) -> None:
     config = configured(tmp_path, "cp=ulysses", "+titan.parallelism.pipeline_parallel_degree=2")
     assert [problem.key for problem in verify_training.check(config)] == ["titan.parallelism.pipeline_parallel_degree"]
