@@ -81,6 +81,9 @@ class Site:
         self.calls = 0
         self._with_graph: list[tuple[Engine | None, weakref.ref[_Token]]] = []
         self._without_graph: list[Engine | None] = []
+        self._evaluations: list[
+            Engine | None
+        ] = []  # likewise, in eval mode: asked only where nothing else is remembered
 
     def __call__(self, *args: Tensor, **named: object) -> Tensor:
         # The boundary to a host: whatever it passes must be seen here, to be refused by name instead of dropped.
@@ -102,13 +105,15 @@ class Site:
             out.grad_fn.metadata["cp_engine"] = token  # type: ignore[index]  # a property, typed as a method
             self._with_graph = [(e, t) for e, t in self._with_graph if t() is not None]
             self._with_graph.append((engine, weakref.ref(token)))
-        elif self.module.training and not any(e is engine for e in self._without_graph):
-            self._without_graph.append(engine)
+            return
+        calls = self._without_graph if self.module.training else self._evaluations
+        if not any(e is engine for e in calls):
+            calls.append(engine)
 
     def _of_forward(self) -> Engine | None:
         """The engine of the forward that is being recomputed."""
         pending = [e for e, t in self._with_graph if t() is not None] + self._without_graph
-        engines = {id(e): e for e in pending}
+        engines = {id(e): e for e in pending or self._evaluations}
         if len(engines) > 1:
             name = type(self.module).__name__
             what = f"a checkpoint recomputes a call of {name}, which ran under {len(engines)} engines (or with and without one)"
@@ -123,6 +128,7 @@ class Site:
         """Drops the calls of an engine whose backwards are done."""
         self._with_graph = [(e, t) for e, t in self._with_graph if e is not engine]
         self._without_graph = [e for e in self._without_graph if e is not engine]
+        self._evaluations = [e for e in self._evaluations if e is not engine]
 
     def leave(self, engine: Engine) -> None:
         """Ends one context of an engine; contexts of one model may be left in any order."""

@@ -292,6 +292,16 @@ def test_backward_after_an_evaluation_repeats_the_plan_of_its_forward(mode: str,
     assert_same([x.grad], [results(expected(model, 1))[1]])
 
 
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+def test_backward_of_a_model_in_eval_mode_repeats_the_plan_of_its_forward(mode: str) -> None:
+    model, cp, x = Model(mode=mode).eval(), engine(1), tokens()
+    with cp.context(model):
+        out = model(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    assert_same([x.grad], [results(expected(model, 1))[1]])
+
+
 def plain_with_graph(model: Model) -> list[object]:
     return [model(tokens())]
 
