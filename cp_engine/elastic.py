@@ -10,11 +10,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, TextIO
 
 from cp_engine import job
@@ -138,8 +137,8 @@ def run_ranks(function: Callable[[Config], None], config: Config, output_dir: Pa
     for rank in range(ranks):
         error_path(output_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     # The thread of `deaths` first: it is the one that does not block Ctrl-C.
-    with Deaths(ranks) as deaths, _environment(_worker_environment(ranks)), _signals() as seen:
-        _spawn(function, config, output_dir, deaths, seen)
+    with Deaths(ranks) as deaths, _environment(_worker_environment(ranks)), _signals():
+        _spawn(function, config, output_dir, deaths)
 
 
 def watch(config: Mapping[str, object], *, ranks: int, out: TextIO, is_live: bool = True) -> Watch:
@@ -163,16 +162,11 @@ def _worker_environment(ranks: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def _spawn(
-    function: Callable[[Config], None], config: Config, output_dir: Path, deaths: Deaths, seen: Sequence[int]
-) -> None:
+def _spawn(function: Callable[[Config], None], config: Config, output_dir: Path, deaths: Deaths) -> None:
     """Runs the elastic agent in this thread until the ranks have ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if seen:  # an import can swallow the exception of a signal
-        raise Interrupted(seen[0])
 
     settings = LaunchConfig(
         min_nodes=1,
@@ -249,28 +243,18 @@ def _end_children() -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals() -> Iterator[None]:
     """Keeps Ctrl-C from the ranks while they start, and puts this process's handlers back.
 
     The terminal sends Ctrl-C to every process of the group. A child inherits the mask of the thread that starts it, so
     with the signal blocked here no rank dies with a traceback on the terminal; the kernel delivers it to a
     thread that does not block it, and Python then runs the handler in this thread.
-
-    Yields:
-        The signals that have come.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        raise Interrupted(number)
-
-    signal.signal(signal.SIGINT, note)
     resource_tracker.ensure_running()  # started later, it would unblock the signal in this thread
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield seen
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
