@@ -248,6 +248,11 @@ def test_joined_ranks_share_the_folder_and_the_configuration_of_rank_0(tmp_path:
     assert done.stdout.count("step 2/2") == 1, "only rank 0 speaks"
 
 
+def _as_from_a_terminal() -> None:
+    """A shell without job control starts background jobs, such as a whole test run, with Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
     """A training run in a session of its own, after it has printed something."""
@@ -256,6 +261,7 @@ def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
         cwd=tmp_path,
         env=clean_environment(),
         start_new_session=True,
+        preexec_fn=_as_from_a_terminal,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
