@@ -139,6 +139,16 @@ def test_out_gradients_and_bytes_of_the_whole_matrix(ranks, preset, heads, seque
     check(ranks, preset, heads, sequence, batch, order, "causal", degree=len(ranks.processes))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("preset", SPREAD)
+@pytest.mark.parametrize("heads", ["mha", "gqa 8/2", "gqa 6/3", "mla"])
+@pytest.mark.parametrize("sequence", [31, 32, 257])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
+def test_out_gradients_and_bytes_of_the_whole_matrix_in_a_group_of_two(four, preset, heads, sequence, batch, order):
+    check(four, preset, heads, sequence, batch, order, "causal", degree=2)
+
+
 @pytest.mark.parametrize("preset", SPREAD)
 @pytest.mark.parametrize("heads,sequence,batch,order,mask", CASES)
 def test_out_and_gradients_in_a_group_of_two_inside_four_ranks(four, preset, heads, sequence, batch, order, mask):
