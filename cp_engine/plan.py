@@ -127,14 +127,12 @@ class Cost:
 
     Args:
         bytes_sent: [2][ranks] bytes that leave each rank.
-        link_bytes: [2] largest number of bytes from one rank to another.
         collectives: [2] collectives that each rank takes part in.
         pairs: [ranks] visible (query head, query, key) triples computed, forward.
         buffer_bytes: [ranks] bytes of what the step makes: its outputs and exchange buffers, forward.
     """
 
     bytes_sent: tuple[tuple[int, ...], tuple[int, ...]]
-    link_bytes: tuple[int, int]
     collectives: tuple[int, int]
     pairs: tuple[int, ...]
     buffer_bytes: tuple[int, ...]

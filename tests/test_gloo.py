@@ -293,6 +293,20 @@ def test_unshard_puts_tokens_back_and_its_gradient_is_the_sum_over_ranks(ranks, 
     ranks.run(whole_and_back, order)
 
 
+def half_gradients_of_unshard() -> None:
+    """256 + 1 + 1 + 1 is 256 when it is rounded to bfloat16 after each addition, and 260 when it is rounded once."""
+    engine = cp_engine.compile(SPREAD[0], mesh=mesh_of(4), sequence=31, heads=4, head_dim=16)
+    mine = engine.shard(torch.zeros(1, 31, dtype=torch.bfloat16)).requires_grad_()
+    upstream = torch.full((1, 31), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+    engine.unshard(mine).backward(upstream)
+    assert mine.grad.dtype == torch.bfloat16 and torch.equal(mine.grad, torch.full_like(mine, 260.0))
+    engine.close()
+
+
+def test_gradients_of_half_types_are_summed_in_float32(four):
+    four.run(half_gradients_of_unshard)
+
+
 class Toy(torch.nn.Module):
     """Embedding, one attention with rotary-free positions, a head: enough for parameter gradients."""
 

@@ -110,7 +110,6 @@ class Dense(Step):
         made = counts(q, shape, "out") * BYTES[shape.dtype] + lse
         return Cost(
             bytes_sent=((0,) * plan.degree, (0,) * plan.degree),
-            link_bytes=(0, 0),
             collectives=(0, 0),
             pairs=tuple(pairs),
             buffer_bytes=tuple(int(b) for b in made),

@@ -87,7 +87,6 @@ class Exchange(Step):
         buffers = made + forward.sum(1) + forward.sum(0)
         return Cost(
             bytes_sent=(_ints(forward.sum(1)), _ints(backward.sum(1))),
-            link_bytes=(int(forward.max(initial=0)), int(backward.max(initial=0))),
             collectives=(
                 self._collectives(planned, plan, forward_size),
                 self._collectives(planned, plan, backward_size),
