@@ -1,7 +1,10 @@
 """Kernels, one guard each, against attention written out in float64; and merging of partial results."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +13,15 @@ from torch import Tensor
 from cp_engine.attend import TiledAttention, kv_index, merge
 from cp_engine.errors import CPError, KernelError
 from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.kernels import KERNELS, Call, Kernel, choose
+from cp_engine.kernels import KERNELS, Call, Hardware, Kernel, choose, hardware
 from cp_engine.kernels.cpu_flash import CPUFlash
+from cp_engine.kernels.flex import BLOCK, Flex, _band
 from cp_engine.kernels.math import Math
 from cp_engine.lower import Program
 from cp_engine.mask import mask_of
 from cp_engine.redistribute import Target
 from cp_engine.tiles import Tile, Tiling, tiling
+from tests.conftest import clean_environment
 from tests.helpers import SMALL, assert_close, index_set, plan_of, small
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
@@ -24,7 +29,9 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-5, torch.float16: 8e-3, torch.
 SCALE = 0.3
 Results = dict[str, Tensor]
 
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
+TRAINING = Call(device="cpu", dtype="float64", head_dim=8, v_head_dim=8)
+CPU_KERNELS = [k for k in KERNELS if k.refusal(TRAINING) is None]
+every_kernel = pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda k: k.name)
 flash = CPUFlash()
 
 
@@ -38,6 +45,11 @@ def causal(n: int) -> Tile:
 
 def band(q: int, k: int, low: int, high: int) -> Tile:
     return Tile(Run(0, q), Run(0, k), "partial", low, high)
+
+
+def by_tile(tile: Tile) -> str:
+    """A tile's name in a test's."""
+    return f"{tile.kind}{tile.q.count}x{tile.k.count}"
 
 
 def random_qkv(
@@ -125,7 +137,7 @@ TILES = [
 
 @every_kernel
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.kind}{t.q.count}x{t.k.count}")
+@pytest.mark.parametrize("tile", TILES, ids=by_tile)
 def test_kernel_equals_dense_for_every_tile(kernel: Kernel, dtype: torch.dtype, tile: Tile) -> None:
     tensors = tuple(x.to(dtype) for x in random_qkv(tile.q.count, tile.k.count))
     found = run_kernel(kernel, tensors, tile)
@@ -175,11 +187,12 @@ def test_tile_in_which_no_query_sees_anything_gives_nothing(kernel: Kernel) -> N
     ("queries", "keys", "heads", "kv_heads"), [(0, 7, 4, 4), (7, 0, 4, 4), (0, 0, 4, 4), (7, 7, 0, 0), (7, 7, 0, 2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_empty_tensors_do_not_reach_the_flash_kernel(
-    queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.name != "math"], ids=lambda k: k.name)
+def test_empty_tensors_do_not_reach_a_fused_kernel(
+    kernel: Kernel, queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
     tensors = tuple(x.to(dtype) for x in random_qkv(queries, keys, heads=heads, kv_heads=kv_heads))
-    found = run_kernel(flash, tensors, full(queries, keys))  # SIGFPE would end this process
+    found = run_kernel(kernel, tensors, full(queries, keys))  # on CPU, SIGFPE would end this process
     assert (found["lse"] == -math.inf).all() and (found["out"] == 0).all()
     assert found["lse"].dtype == torch.float32
     for name, x in zip(("dq", "dk", "dv"), tensors, strict=False):
@@ -241,6 +254,80 @@ def test_kernels_agree_on_many_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -
         assert_matches(run_kernel(Math(), tensors, tile), dense(*tensors, seen_in(tile)), 1e-13)
 
 
+@every_kernel
+def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
+    tensors = tuple(x.float() for x in random_qkv(17, 17))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_kernel(kernel, tensors, causal(17))
+    assert_matches(found, dense(*tensors, seen_in(causal(17))), BOUNDS[torch.float32])
+
+
+# ------------------------------------------------------------------ flex
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("tile", [*TILES, full(150, 300), band(128, 300, -200, -31), band(9, 9, 3, 5)], ids=by_tile)
+def test_flex_forward_on_cpu_equals_dense(dtype: torch.dtype, tile: Tile) -> None:
+    tensors = tuple(x.to(dtype) for x in random_qkv(tile.q.count, tile.k.count, kv_heads=2, v_head_dim=12))
+    wanted = dense(*tensors, seen_in(tile))
+    out, lse = Flex().forward(*tensors[:3], tile, SCALE)
+    assert (out.dtype, lse.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+    nothing = torch.zeros(1)
+    found = {"out": out, "lse": lse, "nothing": nothing}
+    assert_matches(found, {"out": wanted["out"], "lse": wanted["lse"], "nothing": nothing}, BOUNDS[dtype])
+
+
+def test_flex_operators_take_what_the_compiler_traces() -> None:
+    """The same graphs that a GPU compiles, with the operators' own dense code behind them; shapes become symbolic on the way."""
+    compiled = Flex(backend="aot_eager")
+    for tile in (causal(130), full(40, 140), full(50, 150), band(128, 140, -100, 9), band(9, 9, 3, 5)):
+        for scale in (SCALE, SCALE / 2):  # `dense` computes with SCALE
+            q, k, v, dout = random_qkv(tile.q.count, tile.k.count, kv_heads=2, v_head_dim=12)
+            wanted = dense(q, k, v, dout, seen_in(tile))
+            factor = SCALE / scale
+            out, lse = compiled.forward(q * factor, k, v, tile, scale)
+            dq, dk, dv = compiled.backward(dout, q * factor, k, v, out, lse, tile, scale)
+            found = {"out": out, "lse": lse, "dq": dq * factor, "dk": dk, "dv": dv}
+            assert_matches(found, wanted, 1e-6)  # the traced lse is float32
+
+
+def test_flex_is_part_of_a_block_that_is_compiled_as_one_graph() -> None:
+    kernel, tile = Flex(backend="aot_eager"), causal(130)
+    q, k, v, dout = random_qkv(130, 130)
+
+    def both_ways(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        out, lse = kernel.forward(q, k, v, tile, SCALE)
+        return out, lse, *kernel.backward(dout, q, k, v, out, lse, tile, SCALE)
+
+    found = torch.compile(both_ways, fullgraph=True, backend="aot_eager")(q, k, v, dout)
+    wanted = dense(q, k, v, dout, seen_in(tile))
+    assert_matches(dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True)), wanted, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [full(300, 140), causal(300), band(128, 400, -300, -40), band(128, 260, 3, 90), band(9, 9, 7, 9)],
+    ids=by_tile,
+)
+def test_flex_blocks_are_those_of_the_band(tile: Tile) -> None:
+    """A block in the list of full ones is seen by all its queries, one in no list by none."""
+    _, blocks = _band(tile, torch.device("cpu"))
+    seen = seen_in(tile)
+    counts = {name: blocks[i : i + 2] for name, i in (("some", 2), ("all", 4), ("some, by key", 6), ("all, by key", 8))}
+    found = {
+        name: {(row, int(key)) for row in range(count.shape[2]) for key in index[0, 0, row, : count[0, 0, row]]}
+        for name, (count, index) in counts.items()
+    }
+    rows, columns = (range(-(-n // BLOCK)) for n in seen.shape)
+    for row in rows:
+        for column in columns:
+            block = seen[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            listed = {name for name in ("some", "all") if (row, column) in found[name]}
+            assert listed == {n for n in ("some", "all") if (column, row) in found[f"{n}, by key"]}
+            if "all" in listed:
+                assert listed == {"all"} and bool(block.all())
+            if block.any():
+                assert len(listed) == 1
+
+
 # ------------------------------------------------------------------ several tiles
 def attention_of(
     queries: IndexSet, keys: IndexSet, mask: dict[str, object], kernel: Kernel, *, wide_kv: bool = False
@@ -268,6 +355,18 @@ CASES = [
 ]
 
 
+def sets_of(queries: range, keys: range) -> tuple[IndexSet, IndexSet]:
+    """Positions of 16, ascending by run."""
+    held, there = (IndexSet(tuple(sorted(index_set(p, 16).runs, key=lambda r: r.start)), 16) for p in (queries, keys))
+    return held, there
+
+
+def visible_pairs(held: IndexSet, there: IndexSet, mask: dict[str, object]) -> Tensor:
+    """Which keys each query sees, position by position."""
+    whole_mask = mask_of(mask, 16)
+    return torch.tensor([[whole_mask.count(index_set([q], 16), index_set([k], 16)) == 1 for k in there] for q in held])
+
+
 @every_kernel
 @pytest.mark.parametrize("size", [1.0, 30.0])
 @pytest.mark.parametrize(("queries", "keys", "mask"), CASES)
@@ -275,12 +374,10 @@ def test_merged_tiles_equal_dense(
     kernel: Kernel, size: float, queries: range, keys: range, mask: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cp_engine.tiles.ROWS", 3)
-    held, there = (IndexSet(tuple(sorted(index_set(p, 16).runs, key=lambda r: r.start)), 16) for p in (queries, keys))
+    held, there = sets_of(queries, keys)
     tensors = random_qkv(held.count, there.count, size=size)
-    whole_mask = mask_of(mask, 16)
-    seen = torch.tensor([[whole_mask.count(index_set([q], 16), index_set([k], 16)) == 1 for k in there] for q in held])
     found = run_tiles(attention_of(held, there, mask, kernel), tensors)
-    assert_matches(found, dense(*tensors, seen), 1e-13 if size == 1.0 else 1e-9)
+    assert_matches(found, dense(*tensors, visible_pairs(held, there, mask)), 1e-13 if size == 1.0 else 1e-9)
 
 
 def test_merge_equals_softmax_over_both_parts() -> None:
@@ -387,10 +484,114 @@ def test_auto_takes_the_fast_kernel_on_cpu_and_says_what_it_is() -> None:
     assert (kernel.name, reason) == ("cpu_flash", CPUFlash.summary)
 
 
-def test_auto_says_why_it_does_not_take_the_fast_kernel() -> None:
-    kernel, reason = choose(KERNELS, Call(device="cuda", dtype="float32", head_dim=64, v_head_dim=64))
+def test_auto_says_why_it_does_not_take_the_fast_kernels() -> None:
+    kernel, reason = choose(KERNELS, Call(device="cuda", dtype="float64", head_dim=64, v_head_dim=64))
     assert kernel.name == "math"
-    assert "cpu_flash" in reason and "cuda" in reason
+    for name in ("cuda_flash", "cudnn", "cuda_efficient", "flex"):
+        assert f"{name}: computes " in reason and reason.count("not float64") == 4
+    assert "cpu_flash" not in reason  # it was not a candidate
+
+
+H200 = Hardware(capability=(9, 0), cudnn_version=91501)
+A10 = Hardware(capability=(8, 6), cudnn_version=91501)
+V100 = Hardware(capability=(7, 0), cudnn_version=91501)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "there", "chosen"),
+    [
+        ("cpu", "float64", (64, 64), None, "cpu_flash"),
+        ("cpu", "bfloat16", (192, 128), None, "cpu_flash"),
+        ("cuda", "bfloat16", (64, 64), None, "cuda_flash"),
+        ("cuda", "float16", (192, 128), H200, "cuda_flash"),
+        ("cuda", "bfloat16", (576, 512), H200, "cuda_efficient"),
+        ("cuda", "bfloat16", (200, 200), A10, "cuda_efficient"),
+        ("cuda", "float32", (64, 64), H200, "cuda_efficient"),
+        ("cuda", "float16", (64, 64), V100, "cuda_efficient"),
+        ("cuda", "bfloat16", (64, 64), V100, "math"),
+        ("cuda", "float64", (64, 64), H200, "math"),
+        ("cuda", "bfloat16", (64, 64), Hardware(capability=(9, 4), is_nvidia=False), "math"),
+        ("npu", "bfloat16", (64, 64), None, "math"),
+    ],
+)
+def test_auto_takes_the_first_kernel_that_can(
+    device: str, dtype: str, dims: tuple[int, int], there: Hardware | None, chosen: str
+) -> None:
+    call = Call(device=device, dtype=dtype, head_dim=dims[0], v_head_dim=dims[1], hardware=there)
+    assert choose(KERNELS, call)[0].name == chosen
+
+
+def on_h200(**changes: object) -> Call:
+    """A call that every CUDA kernel takes, with some of it changed."""
+    call = {"device": "cuda", "dtype": "bfloat16", "head_dim": 64, "v_head_dim": 64, "hardware": H200, **changes}
+    return Call(**call)
+
+
+def there(**changes: object) -> Hardware:
+    return Hardware(**{"capability": (9, 0), "cudnn_version": 91501, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "reason"),
+    [
+        ("cpu_flash", on_h200(), "runs on cpu, not on cuda"),
+        ("cuda_flash", on_h200(device="cpu"), "runs on cuda, not on cpu"),
+        ("cuda_flash", on_h200(dtype="float32"), "computes bfloat16, float16, not float32"),
+        ("cuda_flash", on_h200(head_dim=264), "takes head dims up to 256, not 264"),
+        (
+            "cuda_flash",
+            on_h200(hardware=V100),
+            "needs compute capability 8.0 for bfloat16, and this GPU has 7.0",
+        ),
+        (
+            "cuda_flash",
+            on_h200(head_dim=193, hardware=there(capability=(12, 0))),
+            "has no backward for head dim 200 on compute capability 12.0",
+        ),
+        ("cuda_flash", on_h200(head_dim=193, hardware=there(capability=(12, 0)), needs_backward=False), None),
+        ("cuda_flash", on_h200(head_dim=256, hardware=A10), None),
+        ("cuda_flash", on_h200(head_dim=192, v_head_dim=128), None),
+        ("cudnn", on_h200(dtype="float32"), "computes bfloat16, float16, not float32"),
+        ("cudnn", on_h200(head_dim=192), "takes head dims up to 128, or 192 with 128 for v, not 192 with 64"),
+        ("cudnn", on_h200(head_dim=192, v_head_dim=128), None),
+        ("cudnn", on_h200(head_dim=192, v_head_dim=128, hardware=None), None),
+        (
+            "cudnn",
+            on_h200(head_dim=192, v_head_dim=128, hardware=A10),
+            "takes head dims 192 with 128 on compute capability 9.0 and 10.x with cuDNN 9.11, not on 8.6 with 91501",
+        ),
+        ("cudnn", on_h200(hardware=there(cudnn_version=0)), "needs cuDNN 9, and there is none"),
+        ("cudnn", on_h200(hardware=there(cudnn_version=8907)), "needs cuDNN 9, and there is 8907"),
+        (
+            "cudnn",
+            on_h200(hardware=there(is_deterministic=True)),
+            "has no deterministic backward, and torch.use_deterministic_algorithms is on",
+        ),
+        ("cudnn", on_h200(hardware=there(is_deterministic=True), needs_backward=False), None),
+        ("cuda_efficient", on_h200(dtype="float64"), "computes float32, bfloat16, float16, not float64"),
+        (
+            "cuda_efficient",
+            on_h200(hardware=there(is_nvidia=False)),
+            "is written for NVIDIA GPUs, and this PyTorch is built for ROCm",
+        ),
+        ("cuda_efficient", on_h200(head_dim=576, v_head_dim=512), None),
+        ("flex", on_h200(dtype="float64"), "computes float32, bfloat16, float16 on cuda, not float64"),
+        ("flex", on_h200(device="cpu"), "has no backward on cpu"),
+        ("flex", on_h200(device="cpu", needs_backward=False), None),
+        ("flex", on_h200(device="mps"), "runs on cuda and cpu, not on mps"),
+        ("flex", on_h200(head_dim=192, v_head_dim=128), None),
+        ("math", on_h200(dtype="float64", hardware=there(is_nvidia=False)), None),
+    ],
+)
+def test_what_a_kernel_cannot_do_is_said(name: str, call: Call, reason: str | None) -> None:
+    assert next(k for k in KERNELS if k.name == name).refusal(call) == reason
+
+
+def test_hardware_is_that_of_this_process() -> None:
+    assert hardware("cpu") is None
+    found = hardware("cuda")
+    assert (found is None) == (not torch.cuda.is_available())
+    assert found is None or found.capability == torch.cuda.get_device_capability()
 
 
 def test_named_kernel_is_used() -> None:
@@ -416,5 +617,25 @@ def test_unknown_kernel_is_refused_by_name() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "cp.steps.attend.kernel"
     assert "'cpu_flush'" in problem.what
-    assert problem.details == (("allowed", "auto, cpu_flash, math"),)
+    assert problem.details == (("allowed", "auto, cpu_flash, cuda_flash, cudnn, cuda_efficient, flex, math"),)
     assert problem.tries == ("cp.steps.attend.kernel=cpu_flash",)
+
+
+# ------------------------------------------------------------------ the benchmark
+def test_benchmark_runs_every_kernel_and_says_what_it_cannot_do(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--smoke", "--markdown", str(tmp_path / "table.md")]
+    done = subprocess.run(
+        command, env=clean_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines()[4:]]
+    assert {(row[1], row[2]) for row in rows} == {
+        (kernel, dtype) for kernel in ("cpu_flash", "flex", "math") for dtype in ("bfloat16", "float32")
+    }
+    for row in rows:
+        if row[1] == "flex":
+            assert row[-1] == "has no backward on cpu"
+        else:
+            assert all(0 < float(error) < (3e-2 if row[2] == "bfloat16" else 2e-5) for error in row[3:7])
+            assert float(row[7]) > 0

@@ -1,10 +1,14 @@
 """The kernels, in the order in which `auto` tries them."""
 
-from cp_engine.kernels.base import Call, Kernel, band_mask, choose
+from cp_engine.kernels.base import Call, Hardware, Kernel, Limits, band_mask, choose, hardware
 from cp_engine.kernels.cpu_flash import CPUFlash
+from cp_engine.kernels.cuda_efficient import CUDAEfficient
+from cp_engine.kernels.cuda_flash import CUDAFlash
+from cp_engine.kernels.cudnn import CuDNN
+from cp_engine.kernels.flex import Flex
 from cp_engine.kernels.math import Math
 
-KERNELS: tuple[Kernel, ...] = (CPUFlash(), Math())
-"""The fastest first; the last one can do every call."""
+KERNELS: tuple[Kernel, ...] = (CPUFlash(), CUDAFlash(), CuDNN(), CUDAEfficient(), Flex(), Math())
+"""For each device the fastest first; the last one can do every call."""
 
-__all__ = ["KERNELS", "Call", "Kernel", "band_mask", "choose"]
+__all__ = ["KERNELS", "Call", "Hardware", "Kernel", "Limits", "band_mask", "choose", "hardware"]

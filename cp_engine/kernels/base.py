@@ -11,6 +11,23 @@ from cp_engine.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What is known of the device on which a call will run.
+
+    Args:
+        capability: compute capability, such as (9, 0).
+        is_nvidia: whether this PyTorch is built for CUDA; on ROCm the same operators have other limits and layouts.
+        cudnn_version: such as 91501; 0 where there is no cuDNN.
+        is_deterministic: whether algorithms that give other bits on each run are forbidden.
+    """
+
+    capability: tuple[int, int]
+    is_nvidia: bool = True
+    cudnn_version: int = 0
+    is_deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """What a kernel is asked for, known before any tensor exists.
 
@@ -19,12 +36,55 @@ class Call:
         dtype: `float64`, `float32`, `bfloat16` or `float16`.
         head_dim: of q and k.
         v_head_dim: of v and out.
+        needs_backward: whether gradients will be asked for.
+        hardware: the device itself; None where a plan is made on another machine, and then its limits are not known.
     """
 
     device: str
     dtype: str
     head_dim: int
     v_head_dim: int
+    needs_backward: bool = True
+    hardware: Hardware | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a kernel can do, as data.
+
+    Args:
+        devices: device types; empty for any.
+        dtypes: empty for any.
+        widest: the largest head dim; None for any.
+        capability: the lowest compute capability.
+        dtype_capability: dtype -> a higher lowest one.
+    """
+
+    devices: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    widest: int | None = None
+    capability: tuple[int, int] = (0, 0)
+    dtype_capability: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+    def refusal(self, call: Call) -> str | None:
+        """Why a call is outside the limits; None when it is inside."""
+        if self.devices and call.device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {call.device}"
+        if self.dtypes and call.dtype not in self.dtypes:
+            return f"computes {', '.join(self.dtypes)}, not {call.dtype}"
+        width = max(call.head_dim, call.v_head_dim)
+        if self.widest is not None and width > self.widest:
+            return f"takes head dims up to {self.widest}, not {width}"
+        hardware = call.hardware
+        if call.device == "cpu" or hardware is None:
+            return None
+        if not hardware.is_nvidia:
+            return "is written for NVIDIA GPUs, and this PyTorch is built for ROCm"
+        lowest = max(self.capability, dict(self.dtype_capability).get(call.dtype, (0, 0)))
+        if hardware.capability < lowest:
+            needed, there = (".".join(map(str, c)) for c in (lowest, hardware.capability))
+            return f"needs compute capability {needed} for {call.dtype}, and this GPU has {there}"
+        return None
 
 
 class Kernel(Protocol):
@@ -32,6 +92,7 @@ class Kernel(Protocol):
 
     name: str
     summary: str
+    limits: Limits
 
     def refusal(self, call: Call) -> str | None:
         """Why the kernel cannot do a call; None when it can."""
@@ -45,6 +106,19 @@ class Kernel(Protocol):
         """dq, dk, dv of the tile's share of the final out and lse."""
 
 
+def hardware(device: str) -> Hardware | None:
+    """What is known of the GPU of this process; None for other devices, and where there is no GPU."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return None
+    only_deterministic = torch.are_deterministic_algorithms_enabled()
+    return Hardware(
+        capability=torch.cuda.get_device_capability(),
+        is_nvidia=torch.version.hip is None,
+        cudnn_version=torch.backends.cudnn.version() or 0,
+        is_deterministic=only_deterministic and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
 def band_mask(tile: Tile, device: torch.device) -> Tensor:
     """Which keys each query of a tile sees, bool [queries, keys]."""
     ahead = torch.arange(tile.q.count, device=device)[:, None] - torch.arange(tile.k.count, device=device)
@@ -54,11 +128,12 @@ def band_mask(tile: Tile, device: torch.device) -> Tensor:
 
 
 def choose(kernels: Sequence[Kernel], call: Call) -> tuple[Kernel, str]:
-    """The first kernel that can do a call, and why the ones before it cannot."""
+    """The first kernel that can do a call, and why those before it that run on its device cannot."""
     reasons: list[str] = []
     for kernel in kernels:
         reason = kernel.refusal(call)
         if reason is None:
             return kernel, "; ".join(reasons) or kernel.summary
-        reasons.append(f"{kernel.name}: {reason}")
+        if call.device in kernel.limits.devices:
+            reasons.append(f"{kernel.name}: {reason}")
     raise LookupError("; ".join(reasons))

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from cp_engine.kernels.base import Call, band_mask
+from cp_engine.kernels.base import Call, Limits, band_mask
+from cp_engine.kernels.operands import without_autocast
 from cp_engine.tiles import Tile
 
 ROWS = 1024
@@ -15,6 +16,7 @@ class Math:
 
     name = "math"
     summary = "torch operations, any device and dtype"
+    limits = Limits()
 
     def refusal(self, call: Call) -> str | None:
         return None
@@ -23,11 +25,12 @@ class Math:
         q_, k_, v_ = _grouped(q, k, v)
         mask = None if tile.kind == "full" else band_mask(tile, q.device)
         outs, lses = [], []
-        for rows in _blocks(tile):
-            scores = _scores(q_[..., rows, :], k_, None if mask is None else mask[rows], scale)
-            lse = scores.logsumexp(-1)
-            outs.append((scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ v_)
-            lses.append(lse)
+        with without_autocast(q):
+            for rows in _blocks(tile):
+                scores = _scores(q_[..., rows, :], k_, None if mask is None else mask[rows], scale)
+                lse = scores.logsumexp(-1)
+                outs.append((scores - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ v_)
+                lses.append(lse)
         return torch.cat(outs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3).flatten(1, 2)
 
     def backward(
@@ -40,13 +43,14 @@ class Math:
         delta = (dout_ * out_).sum(-1)
         mask = None if tile.kind == "full" else band_mask(tile, q.device)
         dq, dk, dv = torch.empty_like(q_), torch.zeros_like(k_), torch.zeros_like(v_)
-        for rows in _blocks(tile):
-            scores = _scores(q_[..., rows, :], k_, None if mask is None else mask[rows], scale)
-            p = (scores - lse_[..., rows, None]).exp()
-            dv += (p.transpose(-1, -2) @ dout_[..., rows, :]).sum(2, keepdim=True)
-            ds = p * (dout_[..., rows, :] @ v_.transpose(-1, -2) - delta[..., rows, None]) * scale
-            dq[..., rows, :] = ds @ k_
-            dk += (ds.transpose(-1, -2) @ q_[..., rows, :]).sum(2, keepdim=True)
+        with without_autocast(q):
+            for rows in _blocks(tile):
+                scores = _scores(q_[..., rows, :], k_, None if mask is None else mask[rows], scale)
+                p = (scores - lse_[..., rows, None]).exp()
+                dv += (p.transpose(-1, -2) @ dout_[..., rows, :]).sum(2, keepdim=True)
+                ds = p * (dout_[..., rows, :] @ v_.transpose(-1, -2) - delta[..., rows, None]) * scale
+                dq[..., rows, :] = ds @ k_
+                dk += (ds.transpose(-1, -2) @ q_[..., rows, :]).sum(2, keepdim=True)
         return dq.flatten(1, 2).to(q.dtype), dk.flatten(1, 2).to(k.dtype), dv.flatten(1, 2).to(v.dtype)
 
 
