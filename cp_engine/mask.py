@@ -1,36 +1,22 @@
-"""Mask: what a query may see, as disjoint bands in global positions.
-
-A band `(q0, q1, k0, k1, low, high)` makes key k visible to query q iff q is in q0..q1, k in k0..k1 and low <= q - k <= high.
+"""Mask: what a query may see, as disjoint bands of (query, key) positions (`cp_engine.band`).
 
     full      one band, no bound on q - k          causal    one band, 0 <= q - k
-    window    one band, 0 <= q - k < size          document  one causal (or full) square per document
-    prefix    keys of the prefix for all queries, the rest causal
+    window    one band, -right <= q - k <= left    prefix    keys of the prefix for all queries, the rest causal
+    document  a square per document                block     a square per block of equally many tokens
+    both      what all of several masks show
+
+The squares of documents and blocks are causal unless `causal` is false.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import lcm
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import accumulate
 
+from cp_engine.band import Band, fewest, overlap
 from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.index_set import IndexSet, Run, intersect, run, union
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Key k is visible to query q iff `q0 <= q < q1`, `k0 <= k < k1` and `low <= q - k <= high`."""
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    low: int
-    high: int
-
-    def queries(self) -> Run:
-        return Run(self.q0, self.q1 - self.q0)
-
-    def keys(self) -> Run:
-        return Run(self.k0, self.k1 - self.k0)
+from cp_engine.index_set import IndexSet, Run, intersect, union
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +24,7 @@ class Mask:
     """Disjoint bands over one sequence.
 
     Args:
-        kind: what a user calls it, such as `causal`.
+        kind: what a user calls it, such as `causal`; only for people, see `same_as`.
         bands: disjoint bands; an empty list sees nothing.
         size: global sequence length in tokens.
     """
@@ -50,7 +36,7 @@ class Mask:
     def count(self, queries: IndexSet, keys: IndexSet) -> int:
         """How many (query, key) pairs are visible between two sets of positions."""
         return sum(
-            _at_most(q, k, band.high) - _at_most(q, k, band.low - 1)
+            band.count(q, k)
             for band in self.bands
             for q in _clip(queries, band.queries())
             for k in _clip(keys, band.keys())
@@ -73,33 +59,32 @@ class Mask:
         held = [(w, k) for k in keys.runs for w in runs]
         return union([IndexSet((c,), self.size) for w, k in held if (c := intersect(w, k)) is not None], self.size)
 
+    def same_as(self, other: "Mask") -> bool:
+        """Whether both show the same pairs, whatever they are called."""
+        if self.size != other.size or self.bands == other.bands:
+            return self.size == other.size
+        shown = [sum(band.pairs() for band in m.bands) for m in (self, other, intersection(self, other))]
+        return shown[0] == shown[1] == shown[2]
+
+
+def intersection(a: Mask, b: Mask) -> Mask:
+    """The mask of the pairs that two masks of one size show both."""
+    assert a.size == b.size, f"masks over {a.size} and {b.size} positions"
+    others = sorted(b.bands, key=lambda band: band.q0)
+    reach = list(accumulate((band.q1 for band in others), max))  # a thousand documents meet few blocks each
+    found = []
+    for band in a.bands:
+        for other in others[bisect_right(reach, band.q0) :]:
+            if other.q0 >= band.q1:
+                break
+            found.append(overlap(band, other))
+    return Mask(kind=f"{a.kind} and {b.kind}", bands=fewest(found, a.size), size=a.size)
+
 
 def _clip(positions: IndexSet, window: Run) -> list[Run]:
     if not window.count:
         return []
     return [c for r in positions.runs if (c := intersect(r, window)) is not None]
-
-
-def _at_most(q: Run, k: Run, bound: int) -> int:
-    """How many pairs of members have q - k <= bound; closed form, no loop over positions."""
-    if k.step == 1:
-        # query i sees the keys from q_i - bound on: clip(top - q.step * i, 0, k.count) of them
-        top = k.stop - (q.start - bound)
-        whole = min(q.count, max(0, (top - k.count) // q.step + 1))
-        some = min(q.count, max(whole, -(-top // q.step)))
-        return whole * k.count + (some - whole) * top - q.step * (some * (some - 1) - whole * (whole - 1)) // 2
-    if q.step == 1:  # the same pairs, mirrored: -k - -q <= bound
-        return _at_most(run(-k.last, k.count, k.step), Run(-q.last, q.count), bound)
-    if q.step == k.step:
-        return _at_most(Run(0, q.count), Run(0, k.count), (bound - q.start + k.start) // q.step)
-    step = lcm(q.step, k.step)
-    return sum(_at_most(a, b, bound) for a in classes(q, step) for b in classes(k, step))
-
-
-def classes(r: Run, step: int) -> list[Run]:
-    """A run as interleaved runs of a coarser step."""
-    n = step // r.step
-    return [run(r.start + i * r.step, (r.count - i - 1) // n + 1, step) for i in range(min(n, r.count))]
 
 
 # ------------------------------------------------------------------ the kinds that a configuration can name
@@ -128,22 +113,58 @@ def _prefix(size: int, fields: Fields) -> list[Band]:
 
 
 def _document(size: int, fields: Fields) -> list[Band]:
-    starts = fields["starts"]
+    starts = fields.get("starts")
+    if starts is None:  # from each call: planned as one document
+        starts = [0]
     if not isinstance(starts, list | tuple) or not all(isinstance(s, int) and not isinstance(s, bool) for s in starts):
         raise _Wrong("starts", f"must be a list of positions, not {starts!r}")
     ends = [*starts[1:], size]
     if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, ends, strict=True)):
         raise _Wrong("starts", f"must begin with 0 and rise below the sequence length {size}, not {list(starts)}")
-    high = _tokens(fields, "left") if fields.get("left") is not None else size
-    return [Band(q0=a, q1=b, k0=a, k1=b, low=0, high=high) for a, b in zip(starts, ends, strict=True)]
+    left, right = (size if fields.get(name) is None else _tokens(fields, name) for name in ("left", "right"))
+    if _is_causal(fields):
+        if fields.get("right"):
+            raise _Wrong("right", f"is {right}, and a causal document shows no later key", ("mask.causal=false",))
+        right = 0
+    return [Band(q0=a, q1=b, k0=a, k1=b, low=-right, high=left) for a, b in zip(starts, ends, strict=True)]
+
+
+def _block(size: int, fields: Fields) -> list[Band]:
+    length = _tokens(fields, "size")
+    if not length:
+        raise _Wrong("size", "must be at least 1 token")
+    ends = [min(start + length, size) for start in range(0, size, length)]
+    low = 0 if _is_causal(fields) else -size
+    return [Band(q0=a, q1=b, k0=a, k1=b, low=low, high=size) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _both(size: int, fields: Fields) -> list[Band]:
+    parts, masks, problems = _parts(fields), [], list[Problem]()
+    if not parts:
+        raise _Wrong("of", f"must be a list of masks, each with its kind, not {fields['of']!r}")
+    for i, part in enumerate(parts):
+        try:
+            masks.append(mask_of(part, size))
+        except ConfigError as error:
+            problems += [replace(p, key=f"mask.of[{i}]{p.key[len('mask') :]}", tries=()) for p in error.problems]
+    if problems:
+        raise ConfigError(problems)
+    return list(reduce(intersection, masks).bands)
+
+
+def _parts(fields: Fields) -> list[Fields]:
+    """The masks that `both` lists; none where it is no such list."""
+    of = fields.get("of")
+    parts = [part for part in of if isinstance(part, Mapping)] if isinstance(of, list | tuple) else []
+    return parts if isinstance(of, list | tuple) and len(parts) == len(of) else []
 
 
 class _Wrong(Exception):
     """A field's value, with the bare reason."""
 
-    def __init__(self, field: str, what: str) -> None:
+    def __init__(self, field: str, what: str, tries: tuple[str, ...] = ()) -> None:
         super().__init__(what)
-        self.field = field
+        self.field, self.tries = field, tries
 
 
 def _tokens(fields: Fields, name: str) -> int:
@@ -153,18 +174,40 @@ def _tokens(fields: Fields, name: str) -> int:
     return value
 
 
+def _is_causal(fields: Fields) -> bool:
+    value = fields.get("causal", True)
+    if not isinstance(value, bool):
+        raise _Wrong("causal", f"must be true or false, not {value!r}")
+    return value
+
+
 KINDS: Mapping[str, tuple[Callable[[int, Fields], list[Band]], tuple[str, ...], tuple[str, ...]]] = {
     "full": (_full, (), ()),
     "causal": (_causal, (), ()),
     "window": (_window, ("left", "right"), ()),
     "prefix": (_prefix, ("length",), ()),
-    "document": (_document, ("starts",), ("left",)),
+    "document": (_document, (), ("starts", "causal", "left", "right")),
+    "block": (_block, ("size",), ("causal",)),
+    "both": (_both, ("of",), ()),
 }
 """kind -> (its bands, required fields, optional fields)."""
 
+Config = Mask | str | Mapping[str, object]
 
-def mask_of(config: "Mask | str | Mapping[str, object]", size: int) -> Mask:
+
+def is_from_call(config: Config) -> bool:
+    """Whether a mask leaves its document boundaries to each call: `document` without `starts`, also as a part of `both`."""
+    fields = {"kind": config} if isinstance(config, Mask | str) else config
+    is_open = fields.get("kind") == "document" and fields.get("starts") is None
+    return is_open or any(is_from_call(part) for part in _parts(fields))
+
+
+def mask_of(config: Config, size: int) -> Mask:
     """The mask that a configuration names.
+
+    A mask from each call (`is_from_call`) is planned as one document that fills the sequence. Every division into documents
+    shows a part of those pairs, so what the plan proves (each visible key is there, once) holds for it; work, and the keys that
+    `only: visible` fetches, are upper bounds.
 
     Args:
         config: `"causal"`, or a mapping with `kind` and the fields of that kind.
@@ -177,34 +220,35 @@ def mask_of(config: "Mask | str | Mapping[str, object]", size: int) -> Mask:
         ConfigError: an unknown kind or field, or a value the kind does not allow.
     """
     if isinstance(config, Mask):
+        if config.size != size:
+            what = f"is over {config.size} positions, and the sequence has {size}"
+            raise ConfigError([Problem(key="mask", what=what)])
         return config
     fields = dict(config) if isinstance(config, Mapping) else {"kind": config}
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in KINDS:
         near = suggest(str(kind), KINDS)
-        raise ConfigError(
-            [
-                Problem(
-                    key="mask.kind",
-                    what=f"{kind!r} is not a mask",
-                    details=(("allowed", ", ".join(KINDS)),),
-                    tries=(f"mask={near or 'causal'}",),
-                )
-            ]
-        )
+        allowed = ("allowed", ", ".join(KINDS))
+        what, tries = f"{kind!r} is not a mask", (f"mask={near or 'causal'}",)
+        raise ConfigError([Problem(key="mask.kind", what=what, details=(allowed,), tries=tries)])
     bands, required, optional = KINDS[kind]
+    allowed = ("allowed", ", ".join((*required, *optional)) or "no fields")
     unknown = [name for name in fields if name not in (*required, *optional)]
-    missing = [name for name in required if fields.get(name) is None]
-    allowed = ", ".join((*required, *optional)) or "no fields"
-    problems = [
-        Problem(key=f"mask.{n}", what=f"unknown field of {kind}", details=(("allowed", allowed),)) for n in unknown
-    ]
-    problems += [Problem(key=f"mask.{n}", what=f"{kind} needs it", tries=(f"+mask.{n}=...",)) for n in missing]
+    missing = [name for name in required if fields.get(name) in (None, "???")]
+    problems = [Problem(key=f"mask.{n}", what=f"unknown field of {kind}", details=(allowed,)) for n in unknown]
+    for n in missing:
+        tries = (f"{'' if n in fields else '+'}mask.{n}=...",)
+        problems.append(Problem(key=f"mask.{n}", what=f"{kind} needs it", tries=tries))
     if not problems:
         try:
-            return Mask(
-                kind=kind, bands=tuple(b for b in bands(size, fields) if b.q1 > b.q0 and b.k1 > b.k0), size=size
-            )
+            found = fewest(bands(size, fields), size)  # before the title: it refuses parts that have none
+            return Mask(kind=_title(kind, fields), bands=found, size=size)
         except _Wrong as error:
-            problems.append(Problem(key=f"mask.{error.field}", what=str(error)))
+            problems.append(Problem(key=f"mask.{error.field}", what=str(error), tries=error.tries))
     raise ConfigError(problems)
+
+
+def _title(kind: str, fields: Fields) -> str:
+    if kind == "both":
+        return " and ".join(_title(str(part["kind"]), part) for part in _parts(fields))
+    return "document (from each call)" if is_from_call({**fields, "kind": kind}) else kind
