@@ -66,17 +66,23 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """torchtitan's sdpa models attend causally, so that a plan for another mask would be refused in the ranks."""
-    kind = lookup(config, "mask.kind")
-    if kind != "causal":
+    """A plan for another mask than the model's calls carry would be refused in the ranks."""
+    name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
+    attention = shape_table().get(name, {}).get(flavor, {}).get("attention", "sdpa")
+    kind, starts = lookup(config, "mask.kind"), lookup(config, "mask.starts")
+    if attention == "sdpa" and kind != "causal":
         yield Problem(key="mask", what=f"is {kind}, and the model's attention is causal", tries=("mask=causal",))
+    if attention != "sdpa" and (kind != "document" or starts not in (None, ABSENT)):
+        what = f"is {kind}, and '{flavor}' attends with {attention}, whose calls bring a mask of each batch"
+        rule = ("rule", "documents without starts are taken from each call")
+        yield Problem(key="mask", what=what, details=(rule,), tries=("mask=document",))
 
 
 def _shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """`shape.*` describes a call that is only planned; a run makes the call of its model."""
     rule = ("rule", "shape.* is for explain and verify; a run attends as its model and titan.training say")
     instead = {"sequence": "titan.training.seq_len", "batch": "titan.training.local_batch_size"}
-    for name in (*SIZES, "dtype"):
+    for name in (*SIZES, *LATENT_SIZES, "dtype"):
         value = value_of(config, f"shape.{name}")
         if value is not None:
             meant = {**instead, "dtype": "titan.training.mixed_precision_param"}.get(name)
@@ -115,10 +121,11 @@ def shape_of(config: Mapping[str, object]) -> Shape:
     for name in ("heads", "kv_heads"):
         if name in row:
             sizes[name] = int(str(row[name])) // tensor
-    for name in ("head_dim", "v_head_dim"):
+    for name in ("head_dim", "v_head_dim", *LATENT_SIZES):
         if name in row:
             sizes[name] = int(str(row[name]))
-    sizes.update({name: _integer(config, f"shape.{name}") for name in SIZES if value_of(config, f"shape.{name}")})
+    names = (*SIZES, *LATENT_SIZES)
+    sizes.update({name: _integer(config, f"shape.{name}") for name in names if value_of(config, f"shape.{name}")})
     missing = [name for name in SIZES if name not in sizes]
     if missing:
         raise ConfigError([_unknown_model(model, flavor, missing)])
@@ -147,12 +154,21 @@ def _degree(cp: object) -> int:
 
 
 SIZES = ("batch", "sequence", "heads", "kv_heads", "head_dim", "v_head_dim")
+LATENT_SIZES = ("latent_dim", "rope_dim")
+"""Sizes that only multi-head latent attention has."""
 
 
 def world_size(config: Mapping[str, object]) -> int:
     """The number of ranks: launch.nproc, else cp x tp x pp x dp (dp_shard -1 counts as 1)."""
     given = value_of(config, "launch.nproc")
     return int(str(given)) if given else math.prod(_factors(config).values())
+
+
+def data_parallel(config: Mapping[str, object]) -> int:
+    """The number of ranks that read different rows: what is left of the ranks beside cp x tp x pp."""
+    factors = _factors(config)
+    names = ("cp.mesh", "titan.parallelism.tensor_parallel_degree", "titan.parallelism.pipeline_parallel_degree")
+    return world_size(config) // math.prod(factors[name] for name in names)
 
 
 def _replaced_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -244,7 +260,11 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         )
     batch = _integer(config, "titan.training.local_batch_size")
     total = _integer(config, "titan.training.global_batch_size")
-    data = world_size(config) // (degree * tensor * factors["titan.parallelism.pipeline_parallel_degree"])
+    micro = _integer(config, "titan.parallelism.pipeline_parallel_microbatch_size")
+    if factors["titan.parallelism.pipeline_parallel_degree"] > 1 and (micro < 1 or batch % micro):
+        key = "titan.parallelism.pipeline_parallel_microbatch_size"
+        yield Problem(key=key, what=f"{micro} does not divide local_batch_size {batch}", tries=(f"{key}=1",))
+    data = data_parallel(config)
     if total > 0 and total % (batch * data):
         yield Problem(
             key="titan.training.global_batch_size",
@@ -256,14 +276,6 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     if row is None:
         yield _unknown_model(name, flavor, [])
         return
-    if row["attention"] != "sdpa" and degree > 1:
-        plain = [other for other, values in shape_table()[name].items() if values["attention"] == "sdpa"]
-        yield Problem(
-            key="titan.model.flavor",
-            what=f"'{flavor}' attends with {row['attention']}; a composition can only replace sdpa",
-            details=(("allowed", ", ".join(plain)),),
-            tries=tuple(f"titan.model.flavor={other}" for other in plain[:1]),
-        )
 
 
 def _unknown_model(name: str, flavor: str, missing: list[str]) -> Problem:

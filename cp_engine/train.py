@@ -142,7 +142,8 @@ def _writer(config: Mapping[str, object], finish: ExitStack) -> Callable[["StepR
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
             path.write_text("".join(line for line in lines if json.loads(line)["step"] < report.step), encoding="utf-8")
             opened.append(finish.enter_context(path.open("a", encoding="utf-8")))
-        opened[0].write(json.dumps(asdict(report)) + "\n")
+        row = {name: value for name, value in asdict(report).items() if value is not None}  # most steps do not validate
+        opened[0].write(json.dumps(row) + "\n")
         opened[0].flush()  # the parent process follows this file
 
     return write

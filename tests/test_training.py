@@ -1,11 +1,14 @@
 """torchtitan's real Trainer with a composition: against torchtitan alone, over resumes, and what it leaves behind."""
 
 import gc
+import io
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from cp_engine import elastic, job, train, verify_training
+from cp_engine.comparison import Comparison, Record, compare, read
 from cp_engine.errors import ConfigError
 from cp_engine.integrations import torchtitan
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
@@ -25,6 +29,13 @@ SMALL = (
     "titan.training.local_batch_size=2",
     "titan.training.steps=2",
     "launch.device=cpu",
+)
+VALIDATION = (
+    "++titan.validation.enable=true",
+    "++titan.validation.seq_len=128",
+    "++titan.validation.local_batch_size=2",
+    "++titan.validation.steps=3",
+    "++titan.validation.freq=2",
 )
 Config = dict[str, object]
 
@@ -73,12 +84,14 @@ def process_state() -> list[object]:
         import torchtitan.components.validate as validate
         import torchtitan.models.llama3 as llama3
         import torchtitan.models.llama3.infra.parallelize as parallelize
+        import torchtitan.models.moe.kernels as kernels
         import torchtitan.train as trainer
         from torchtitan.protocols import train_spec
     root = logging.getLogger()
     return [
         trainer.prepare_context_parallel_input,
-        validate.prepare_context_parallel_input,
+        validate.build_text_validation_dataloader,
+        kernels.fill_indices_wrapper,
         parallelize.apply_cp_to_attention_module,
         dict(train_spec._extra_train_specs),
         repr(llama3.llama3_args),
@@ -96,49 +109,133 @@ def process_state() -> list[object]:
 # --- against torchtitan alone ---
 
 
-@pytest.mark.parametrize(
-    ("model", "preset"),
+@dataclass(frozen=True)
+class Run:
+    """A finished comparison: its folder, whether it was within bounds, and what it printed."""
+
+    output: Path
+    is_good: bool
+    printed: str
+
+    @property
+    def comparison(self) -> Comparison:
+        return compare(self.output / "stock", self.output / "composition")
+
+
+@pytest.fixture(scope="module")
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """torchtitan alone and one model with one preset, trained and validated from the same weights."""
+    model, preset = request.param
+    output = tmp_path_factory.mktemp(model) / preset
+    composed = (f"model={model}", f"cp={preset}", "mode=verify", "verify.level=training")
+    with redirect_stdout(io.StringIO()) as printed:
+        is_good = verify_training.run(configured(output, *composed, *VALIDATION))
+    return Run(output, is_good, printed.getvalue())
+
+
+two_models = pytest.mark.parametrize(
+    "compared",
     [
         ("deepseek_v3", "ulysses"),
         ("llama3", "allgather_kv"),
-        pytest.param("deepseek_v3", "allgather_kv", marks=pytest.mark.long),
-        pytest.param("llama3", "ulysses", marks=pytest.mark.long),
-        pytest.param("deepseek_v3", "reorder_zigzag", marks=pytest.mark.long),
+        pytest.param(("deepseek_v3", "allgather_kv"), marks=pytest.mark.long),
+        pytest.param(("llama3", "ulysses"), marks=pytest.mark.long),
+        pytest.param(("deepseek_v3", "reorder_zigzag"), marks=pytest.mark.long),
     ],
+    indirect=True,
+    ids="-".join,
 )
-def test_training_agrees_with_torchtitan_alone(
-    tmp_path: Path, model: str, preset: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = configured(tmp_path / "run", f"model={model}", f"cp={preset}", "mode=verify", "verify.level=training")
-    assert verify_training.run(config)
-    comparison = verify_training.compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
-    assert len(comparison.losses) == verify_training.STEPS
-    assert len(comparison.gradient_errors) > 50
-    assert capsys.readouterr().out.rstrip().endswith("verified")
-    assert sum(row["cp_bytes_sent"] for row in metrics(tmp_path / "run" / "composition")) > 0
 
 
-def record(folder: Path, losses: Sequence[float], **gradients: torch.Tensor) -> Path:
-    folder.mkdir()
-    torch.save({"losses": list(losses), "gradients": gradients}, folder / "record.pt")
+@two_models
+def test_training_agrees_with_torchtitan_alone(compared: Run) -> None:
+    assert compared.is_good
+    assert [label for label, *_ in compared.comparison.losses if label.isdigit()] == list("12345")
+    assert len(compared.comparison.gradient_errors) > 50
+    assert compared.printed.rstrip().endswith("verified")
+    assert sum(row["cp_bytes_sent"] for row in metrics(compared.output / "composition")) > 0
+
+
+@two_models
+def test_validation_loss_is_that_of_torchtitan_alone(compared: Run) -> None:
+    rows = [row for row in compared.comparison.losses if row[0].startswith("validation")]
+    assert [label for label, *_ in rows] == ["validation 1", "validation 2", "validation 3"]
+    assert all(0 < alone < 10 and abs(alone - ours) <= 1e-5 for _, alone, ours in rows)
+    reported = {row["step"]: row.get("validation_loss") for row in metrics(compared.output / "composition")}
+    assert reported == {1: rows[0][2], 2: rows[1][2], 3: None, 4: rows[2][2], 5: None}
+
+
+@pytest.mark.parametrize("compared", [("deepseek_v3", "ulysses")], indirect=True, ids="-".join)
+def test_expert_statistics_are_summed_over_context_parallel_ranks(compared: Run) -> None:
+    alone, ours = (read(compared.output / name)["experts"] for name in ("stock", "composition"))
+    counts = [name for name in alone if name.endswith("tokens_per_expert")]
+    assert len(counts) == 5 and len(alone) == 10
+    for name in counts:
+        assert int(ours[name].sum()) == 2 * 128 * 3  # batch x sequence x experts of each token
+        assert torch.equal(ours[name], alone[name])
+        bias = name.replace("tokens_per_expert", "expert_bias")
+        assert float(ours[bias].abs().max()) > 0
+        assert torch.equal(ours[bias], alone[bias])
+
+
+def record(
+    folder: Path,
+    losses: Sequence[float],
+    stage: int = 0,
+    spread: float = 0.0,
+    experts: torch.Tensor | None = None,
+    **gradients: torch.Tensor,
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    whole = Record(
+        losses=list(losses),
+        validation_losses=[],
+        gradients=gradients,
+        spread=dict.fromkeys(gradients, spread),
+        experts={} if experts is None else {"tokens_per_expert": experts},
+    )
+    torch.save(whole, folder / f"record{stage}.pt")
     return folder
 
 
 @pytest.mark.parametrize(
-    ("loss", "scale", "is_good"),
-    [(1.0, 1.0, True), (1.0 + 2e-5, 1.0, False), (1.0, 1.0 + 2e-5, False), (float("nan"), 1.0, False)],
+    ("loss", "scale", "spread", "moved", "is_good"),
+    [
+        (1.0, 1.0, 0.0, 0.0, True),
+        (1.0 + 2e-5, 1.0, 0.0, 0.0, False),
+        (1.0, 1.0 + 2e-5, 0.0, 0.0, False),
+        (float("nan"), 1.0, 0.0, 0.0, False),
+        (1.0, float("nan"), 0.0, 0.0, False),
+        (1.0, 1.0, 2e-5, 0.0, False),
+        (1.0, 1.0, 0.0, 1.0, False),
+    ],
 )
-def test_comparison_finds_what_is_out_of_bounds(tmp_path: Path, loss: float, scale: float, is_good: bool) -> None:
-    weight = torch.ones(4, dtype=torch.float64)
-    stock = record(tmp_path / "stock", [2.0, 1.0], weight=weight, unused=0 * weight)
-    ours = record(tmp_path / "ours", [2.0, loss], weight=scale * weight, unused=0 * weight)
-    assert verify_training.compare(stock, ours).is_within_bounds == is_good
+def test_comparison_finds_what_is_out_of_bounds(
+    tmp_path: Path, loss: float, scale: float, spread: float, moved: float, is_good: bool
+) -> None:
+    weight, experts = torch.ones(4, dtype=torch.float64), torch.tensor([3.0, 5.0])
+    stock = record(tmp_path / "stock", [2.0, 1.0], experts=experts, weight=weight, unused=0 * weight)
+    ours = record(tmp_path / "ours", [2.0, loss], 0, spread, experts + moved, weight=scale * weight, unused=0 * weight)
+    assert compare(stock, ours).is_within_bounds == is_good
 
 
 def test_comparison_counts_a_missing_gradient_as_wrong(tmp_path: Path) -> None:
     stock = record(tmp_path / "stock", [1.0], weight=torch.ones(4), bias=torch.ones(1))
     ours = record(tmp_path / "ours", [1.0], weight=torch.ones(4))
-    assert verify_training.compare(stock, ours).gradient_errors[0] == ("bias", float("inf"))
+    assert compare(stock, ours).gradient_errors[0] == ("bias", float("inf"))
+
+
+def test_comparison_joins_the_records_of_pipeline_stages(tmp_path: Path) -> None:
+    stock = record(tmp_path / "stock", [1.0], first=torch.ones(4), last=torch.ones(1))
+    record(tmp_path / "ours", [1.0], 0, first=torch.ones(4))
+    ours = record(tmp_path / "ours", [1.0], 1, last=torch.ones(1))
+    assert compare(stock, ours).gradient_errors == (("first", 0.0), ("last", 0.0))
+
+
+def test_comparison_does_not_blame_the_composition_for_ranks_that_torchtitan_leaves_apart(tmp_path: Path) -> None:
+    stock = record(tmp_path / "stock", [1.0], spread=0.7, weight=torch.ones(4))
+    ours = record(tmp_path / "ours", [1.0], spread=0.7, weight=torch.ones(4))
+    assert compare(stock, ours).is_within_bounds
 
 
 def test_comparison_refuses_half_types_instead_of_comparing_in_float32(tmp_path: Path) -> None:
@@ -146,9 +243,63 @@ def test_comparison_refuses_half_types_instead_of_comparing_in_float32(tmp_path:
     assert [problem.key for problem in verify_training.check(config)] == ["titan.training.mixed_precision_param"]
 
 
-def test_comparison_refuses_pipeline_stages(tmp_path: Path) -> None:
-    config = configured(tmp_path, "cp=ulysses", "+titan.parallelism.pipeline_parallel_degree=2")
-    assert [problem.key for problem in verify_training.check(config)] == ["titan.parallelism.pipeline_parallel_degree"]
+# --- batches whose documents are packed and whose targets are few ---
+
+
+class Packed:
+    """Text as two documents a row, whose positions start anew; only the last quarter of a row is predicted."""
+
+    def __init__(self, text: Iterable[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        self.text = text
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        for rest, labels in self.text:
+            sequence = labels.shape[1]
+            positions = (torch.arange(sequence) % (sequence // 2)).expand_as(labels)
+            targets = labels.clone()
+            targets[:, : -sequence // 4] = -100
+            yield {**rest, "positions": positions}, targets
+
+
+def packed_alone(config: Config) -> None:
+    """One rank of torchtitan alone on packed text, validated by its own validator."""
+    with train.rank_process(config):
+        from cp_engine.integrations.torchtitan_recorder import StockRecorder
+
+        class PackedRecorder(StockRecorder):
+            def train(self) -> None:
+                self.dataloader = Packed(self.dataloader)
+                self.validator.validation_dataloader = Packed(self.validator.validation_dataloader)
+                super().train()
+
+        verify_training.train_alone(config, PackedRecorder)
+
+
+def packed_composition(config: Config) -> None:
+    """One rank of the composition on the same text."""
+    with train.rank_process(config):
+        from cp_engine.integrations.torchtitan_recorder import CompositionRecorder
+
+        class PackedRecorder(CompositionRecorder):
+            def train(self) -> None:
+                self.dataloader = Packed(self.dataloader)
+                self.validator.text = Packed(self.validator.text)
+                super().train()
+
+        train.train_composition(config, PackedRecorder)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.long)])
+def test_packed_positions_are_kept_and_ranks_without_targets_add_nothing(
+    tmp_path: Path, one_rank: None, layout: str
+) -> None:
+    config = configured(tmp_path / "run", "cp=allgather_kv", "model=llama3", f"layout@cp.layout={layout}", *VALIDATION)
+    alone, composed = verify_training.prepare(config)
+    packed_alone(alone)  # in this process
+    elastic.run_ranks(packed_composition, composed, tmp_path / "run" / "composition", ranks=2)
+    comparison = compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
+    assert len(comparison.losses) == 8 and all(0 < loss < 10 for _, *both in comparison.losses for loss in both)
+    assert comparison.is_within_bounds
 
 
 # --- resume ---
@@ -219,7 +370,7 @@ def test_check_accepts_the_default_job(tmp_path: Path) -> None:
         "titan.training.dataset_path=/text",
         "titan.model.hf_assets_path=/tokenizer",
         "titan.job.config_file=job.toml",
-        "titan.validation.enable=true",
+        "titan.validation.dataset=c4",
         "titan.comm.mode=fake_backend",
     ],
 )
@@ -227,14 +378,49 @@ def test_check_refuses_what_would_have_no_effect_or_be_wrong(tmp_path: Path, ove
     assert keys(configured(tmp_path, "cp=ulysses", f"++{override}")) == [override.split("=")[0]]
 
 
-def test_check_refuses_to_compile_the_model_but_not_the_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("differs", ["cp.recompute=skip_attention", "mask=document"])
+def test_check_refuses_to_compile_what_a_graph_cannot_hold(tmp_path: Path, differs: str) -> None:
     compiled = ("cp=ulysses", "+titan.compile.enable=true")
-    assert keys(configured(tmp_path, *compiled)) == ["titan.compile.components"]
-    assert keys(configured(tmp_path, *compiled, "+titan.compile.components=[loss]")) == []
+    assert keys(configured(tmp_path, *compiled)) == []
+    assert keys(configured(tmp_path, *compiled, differs)) == ["titan.compile.components"]
+    assert keys(configured(tmp_path, *compiled, differs, "+titan.compile.components=[loss]")) == []
 
 
-def test_check_allows_validation_on_one_context_parallel_rank(tmp_path: Path) -> None:
-    assert keys(configured(tmp_path, "cp=none", "+titan.validation.enable=true")) == []
+@pytest.mark.parametrize("preset", ["none", "ulysses"])
+def test_check_accepts_a_validation_of_the_planned_call(tmp_path: Path, preset: str) -> None:
+    assert keys(configured(tmp_path, f"cp={preset}", *VALIDATION)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("titan.validation.seq_len=64", "titan.validation.seq_len"),
+        ("titan.validation.steps=-1", "titan.validation.steps"),
+        ("titan.metrics.log_freq=3", "titan.validation.freq"),
+        ("titan.validation.dataset_path=/nowhere", "titan.validation.dataset_path"),
+        ("data.path=/text", "titan.validation.dataset_path"),
+    ],
+)
+def test_check_refuses_a_validation_that_would_not_end_or_not_be_seen(tmp_path: Path, override: str, key: str) -> None:
+    assert keys(configured(tmp_path, "cp=ulysses", *VALIDATION, f"++{override}")) == [key]
+
+
+def test_check_refuses_a_validation_batch_that_the_pipeline_cannot_split(tmp_path: Path) -> None:
+    pipeline = ("+titan.parallelism.pipeline_parallel_degree=2", "++titan.validation.local_batch_size=3")
+    (problem,) = torchtitan.check(configured(tmp_path, "cp=ulysses", *VALIDATION, *pipeline))
+    assert problem.key == "titan.validation.local_batch_size" and problem.tries == (f"{problem.key}=2",)
+
+
+def test_validation_reads_a_folder_of_its_own(tmp_path: Path, one_rank: None) -> None:
+    for name, text in (("train", "a" * 4000), ("other", "b" * 4000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    folders = (f"data.path={tmp_path / 'train'}", f"+titan.validation.dataset_path={tmp_path / 'other'}")
+    config = configured(tmp_path / "run", "cp=none", "model=llama3", "titan.training.steps=30", *VALIDATION, *folders)
+    assert keys(config) == []
+    train.run(config)
+    last = metrics(tmp_path / "run")[-1]
+    assert last["loss"] < 1 and last["validation_loss"] > 5  # it never saw a b
 
 
 # --- inside one process ---
@@ -316,15 +502,14 @@ def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
     assert checked > 5
 
 
-def test_another_shape_and_another_attention_are_refused_by_name(tmp_path: Path) -> None:
+def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     with cpu_shims():
         from cp_engine.integrations.torchtitan_host import job_config, refuse_other_shape
     config = configured(tmp_path, "titan.model.flavor=debugmodel_flex_attn", "shape.heads=8")
     with pytest.raises(ConfigError) as caught:
         refuse_other_shape(job_config(train.titan_of(config)), job.shape_of(config))
-    assert [problem.key for problem in caught.value.problems] == ["titan.model.flavor", "shape.heads"]
-    assert "flex" in caught.value.problems[0].what
-    assert "titan.model.flavor=debugmodel" in caught.value.problems[0].tries
+    assert [problem.key for problem in caught.value.problems] == ["shape.heads"]
+    assert "16" in caught.value.problems[0].what
 
 
 # --- batches on two ranks ---

@@ -1,15 +1,20 @@
 """What a torchtitan 0.2.2 job may ask for; nothing here imports torchtitan, so the launcher can check it first."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from cp_engine import data, job
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.keys import value_of
+from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of
 
 STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
     ("training.dataset", "the text is chosen by the data group", "data.path"),
     ("training.dataset_path", "the text is chosen by the data group", "data.path"),
+    ("validation.dataset", "a folder of text is validated on, or the data group's", "titan.validation.dataset_path"),
     ("model.tokenizer_path", "text is read byte by byte, without a tokenizer file", "data.path"),
     ("job.config_file", "torchtitan's own argument parser does not run", "titan"),
     ("job.custom_config_module", "torchtitan's own argument parser does not run", "titan"),
@@ -45,9 +50,6 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     Returns:
         One problem per fault. Names, types and lengths of `titan.*` are checked in `cp_engine.job`.
     """
-    cp = config["cp"]
-    assert isinstance(cp, Mapping)
-    degree = degree_of(cp)
     problems = []
     for key, reason, instead in STAND_INS:
         if titan_value(config, key) not in (None, ""):
@@ -59,19 +61,92 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     ):
         what = "names a tokenizer, and text is read byte by byte; it is used only with Hugging Face checkpoints"
         problems.append(Problem(key="titan.model.hf_assets_path", what=what, tries=("~titan.model.hf_assets_path",)))
-    if degree > 1 and titan_value(config, "validation.enable"):
-        what = f"torchtitan 0.2.2 would report a validation loss that is {degree} times too big at cp degree {degree}"
-        problems.append(Problem(key="titan.validation.enable", what=what, tries=("titan.validation.enable=false",)))
+    if titan_value(config, "validation.enable"):
+        problems += _validation_problems(config)
     if titan_value(config, "comm.mode", "default") != "default":
         what = f"is {titan_value(config, 'comm.mode')!r}; the engine's collectives need real ranks"
         problems.append(Problem(key="titan.comm.mode", what=what, tries=("titan.comm.mode=default",)))
+    return [*problems, *_compile_problems(config), *_expert_problems(config), *_check_resume(config)]
+
+
+def _compile_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A graph is made once: what differs from call to call, or is decided by activation checkpointing, cannot be in it."""
     components = titan_value(config, "compile.components", ["model", "loss"])
-    if titan_value(config, "compile.enable") and isinstance(components, list) and "model" in components:
-        what = "includes model; the engine calls its collectives directly, and torch.compile cannot trace them"
-        tries = ("++titan.compile.components=[loss]", "titan.compile.enable=false")
-        problems.append(Problem(key="titan.compile.components", what=what, tries=tries))
-    problems += _check_resume(config)
-    return problems
+    if not (titan_value(config, "compile.enable") and isinstance(components, list) and "model" in components):
+        return
+    loss_only, cp, mask = "++titan.compile.components=[loss]", config["cp"], config["mask"]
+    assert isinstance(cp, Mapping) and isinstance(mask, Mapping)
+    key = "titan.compile.components"
+    if cp.get("recompute", "all") != "all":
+        what = (
+            f"includes model, and cp.recompute is {cp['recompute']}; in a graph the compiler decides what is recomputed"
+        )
+        yield Problem(key=key, what=what, tries=("cp.recompute=all", loss_only))
+    if is_from_call(mask):
+        what = "includes model, and each call brings a mask of its own; a graph is made once"
+        yield Problem(key=key, what=what, tries=(loss_only,))
+
+
+def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What of `titan.validation.*` has no meaning for endless text, or for the call that a plan was proved for."""
+
+    def number(key: str) -> int:
+        return int(str(value_of(config, f"titan.{key}")))
+
+    key = "titan.validation.steps"
+    if number("validation.steps") < 1:
+        what = f"is {number('validation.steps')}, and the text has no end: it starts over"
+        yield Problem(key=key, what=what, tries=(f"{key}=10",))
+    key, length, planned = "titan.validation.seq_len", number("validation.seq_len"), number("training.seq_len")
+    if length != planned:
+        what = f"is {length}, and titan.training.seq_len is {planned}"
+        rule = ("rule", "a plan runs the call that it was proved for")
+        yield Problem(key=key, what=what, details=(rule,), tries=(f"{key}={planned}",))
+    key, batch = "titan.validation.local_batch_size", number("validation.local_batch_size")
+    of_training = number("training.local_batch_size")
+    pieces = 1  # the pipeline cuts every batch into as many micro batches as one of training
+    if number("parallelism.pipeline_parallel_degree") > 1:
+        pieces = max(1, of_training // max(1, number("parallelism.pipeline_parallel_microbatch_size")))
+    if batch < 1 or batch % pieces:
+        what = f"{batch} cannot be cut into {pieces} micro batch{'es' * (pieces > 1)}"
+        yield Problem(key=key, what=what, tries=(f"{key}={of_training}",))
+    key, every, logged = "titan.validation.freq", number("validation.freq"), max(1, number("metrics.log_freq"))
+    if every < 1 or every % logged:
+        what = f"is {every}, and metrics.jsonl has a line every {logged} steps (titan.metrics.log_freq)"
+        yield Problem(key=key, what=what, tries=(f"{key}={max(1, -(-every // logged)) * logged}",))
+    key, text = "titan.validation.dataset_path", config["data"]
+    assert isinstance(text, Mapping)
+    folder = value_of(config, key)
+    if folder is not None:
+        for problem in data.check({"data": {**text, "path": folder}}):
+            yield replace(problem, key=key, tries=()) if problem.key == "data.path" else problem
+    elif text.get("path") is not None:
+        what = f"is null, and text of {text['path']} that was trained on would be validated on"
+        yield Problem(key=key, what=what, tries=(f"{key}=<folder of .jsonl files>",))
+
+
+def _expert_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Experts are spread over ranks that exist already: those of cp and dp_shard, and those of tp that do not cut experts."""
+    parallelism = "titan.parallelism."
+    names = ("expert_parallel", "expert_tensor_parallel", "tensor_parallel", "data_parallel_replicate")
+    experts, cut, tensor, copies = (int(str(value_of(config, f"{parallelism}{name}_degree"))) for name in names)
+    if experts == 1:
+        return
+    cp, key = config["cp"], f"{parallelism}expert_parallel_degree"
+    assert isinstance(cp, Mapping)
+    shards = degree_of(cp) * job.data_parallel(config) // copies
+    if cut not in (1, tensor):
+        what = f"is {cut}, and torchtitan takes 1 or tensor_parallel_degree {tensor}"
+        name = f"{parallelism}expert_tensor_parallel_degree"
+        yield Problem(key=name, what=what, tries=(f"{name}=1",))
+    elif shards == 1:
+        what = f"is {experts}, and torchtitan spreads experts only where cp x dp_shard is more than 1"
+        yield Problem(key=key, what=what, tries=(f"{key}=1", f"{parallelism}data_parallel_shard_degree={experts}"))
+    elif experts < 1 or shards * tensor // cut % experts:
+        rule = ("rule", "experts are spread over the ranks of cp x dp_shard x tp / expert_tensor_parallel_degree")
+        ranks = shards * tensor // cut
+        what, tries = f"{experts} does not divide {ranks} ranks", (f"{key}={ranks}", f"{key}=1")
+        yield Problem(key=key, what=what, details=(rule,), tries=tries)
 
 
 def _check_resume(config: Mapping[str, object]) -> list[Problem]:

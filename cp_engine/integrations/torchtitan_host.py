@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import build_validator
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import (
@@ -32,13 +33,17 @@ from torchtitan.tools.utils import device_type
 from cp_engine.data.loader import ByteTokenizer, loader_builder
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
+from cp_engine.integrations.torchtitan_validation import text_builder
 from cp_engine.plan import Shape
 
 
 class RecordedMetrics(MetricsProcessor):
-    """torchtitan's metrics, which also keep the last loss that was logged."""
+    """torchtitan's metrics, which also keep the last loss that was logged, and the loss of each validation."""
 
-    last_loss: float = float("nan")
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+        super().__init__(job_config, parallel_dims)
+        self.last_loss = float("nan")
+        self.validation_losses: list[float] = []
 
     def log(
         self,
@@ -51,6 +56,11 @@ class RecordedMetrics(MetricsProcessor):
         """Log as upstream does, and keep the mean loss (the logged maximum is wrong under context parallelism)."""
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self.last_loss = float(global_avg_loss)
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, object] | None = None) -> None:
+        """Log as upstream does, and keep the loss."""
+        super().log_validation(loss, step, extra_metrics)
+        self.validation_losses.append(float(loss))
 
 
 @contextmanager
@@ -79,18 +89,22 @@ def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bo
             name,
             dataclasses.replace(
                 spec,
-                model_args=deepcopy(dict(spec.model_args)),  # torchtitan writes the job's values into them
+                # copies, because torchtitan writes the job's values into them
+                model_args={
+                    n: _unguarded(deepcopy(a)) if is_composed else deepcopy(a) for n, a in spec.model_args.items()
+                },
                 parallelize_fn=_parallelize_with(spec.parallelize_fn, is_composed),
                 build_dataloader_fn=loader_builder(
                     None if data["path"] is None else str(data["path"]), str(data["field"])
                 ),
                 build_tokenizer_fn=_byte_tokenizer,
                 build_metrics_processor_fn=_recorded_metrics,
+                build_validator_fn=spec.build_validator_fn or build_validator,  # DeepSeek-V3 brings none
             ),
         )
         if is_composed:  # CompositionTrainer cuts the batch itself, companions included
             _swap(undo, torchtitan.train, "prepare_context_parallel_input", _leave_whole)
-            _swap(undo, torchtitan.components.validate, "prepare_context_parallel_input", _refuse_validation)
+        _swap(undo, torchtitan.components.validate, "build_text_validation_dataloader", text_builder(data))
         yield
 
 
@@ -134,15 +148,6 @@ def refuse_other_shape(job_config: JobConfig, shape: Shape) -> None:
             ]
         )
     problems = []
-    attention = getattr(known[model.flavor], "attn_type", "sdpa")
-    if attention != "sdpa":
-        what = f"{model.name} {model.flavor} uses {attention} attention; the engine attaches to sdpa"
-        usable = [flavor for flavor, args in known.items() if getattr(args, "attn_type", "sdpa") == "sdpa"]
-        problems.append(
-            Problem(
-                key="titan.model.flavor", what=what, tries=tuple(f"titan.model.flavor={flavor}" for flavor in usable)
-            )
-        )
     tensor = job_config.parallelism.tensor_parallel_degree
     for key, size in _attention_sizes(known[model.flavor], tensor).items():
         if getattr(shape, key) != size:
@@ -211,31 +216,31 @@ def _without_own_context_parallelism(
     with ExitStack() as undo:
         if hasattr(module, "apply_cp_to_attention_module"):
             _swap(undo, module, "apply_cp_to_attention_module", _keep_in(given))
-        parallelized: nn.Module = upstream(model, parallel_dims, job_config)
+        parallelized: nn.Module = upstream(model, parallel_dims, _without_degree(job_config))
     if parallel_dims.cp_enabled:
         _refuse_left_out(attentions, given)
     return parallelized
 
 
+def _unguarded(args: BaseModelArgs) -> BaseModelArgs:
+    """Arguments whose own check does not see the context-parallel degree: it refuses attention that torchtitan cannot cut."""
+    update = args.update_from_config
+
+    def update_from_config(job_config: JobConfig) -> None:
+        update(_without_degree(job_config))
+
+    args.update_from_config = update_from_config  # of this instance; the class stays as it is
+    return args
+
+
+def _without_degree(job_config: JobConfig) -> JobConfig:
+    parallelism = dataclasses.replace(job_config.parallelism, context_parallel_degree=1)
+    return dataclasses.replace(job_config, parallelism=parallelism)
+
+
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
     wrappers = (ScaledDotProductAttentionWrapper, FlexAttentionWrapper, VarlenAttentionWrapper)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, wrappers)}
-    others = [
-        f"{name} ({type(module).__name__})"
-        for name, module in found.items()
-        if type(module) is not ScaledDotProductAttentionWrapper
-    ]
-    if others:
-        raise ConfigError(
-            [
-                Problem(
-                    key="titan.model.flavor",
-                    what=f"{len(others)} of {len(found)} attention modules cannot be attached to",
-                    details=(("at", ", ".join(others)),),
-                )
-            ]
-        )
-    return found
+    return {name: module for name, module in model.named_modules() if isinstance(module, wrappers)}
 
 
 def _refuse_left_out(attentions: Mapping[str, nn.Module], given: Sequence[nn.Module]) -> None:
@@ -267,18 +272,6 @@ def _leave_whole(
     load_balancer_type: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
     return inputs, labels, extra_kwargs
-
-
-def _refuse_validation(
-    inputs: torch.Tensor,
-    labels: torch.Tensor,
-    extra_kwargs: dict[str, object],
-    cp_mesh: DeviceMesh,
-    device: torch.device,
-    load_balancer_type: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, object]]:
-    what = f"torchtitan 0.2.2 would report a validation loss that is {cp_mesh.size()} times too big"
-    raise ConfigError([Problem(key="titan.validation.enable", what=what, tries=("titan.validation.enable=false",))])
 
 
 def _byte_tokenizer(job_config: JobConfig) -> BaseTokenizer:

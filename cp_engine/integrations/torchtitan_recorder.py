@@ -1,65 +1,131 @@
-"""Trainers that write down losses and first gradients, to compare a composition with torchtitan alone."""
+"""Trainers that write down losses, first gradients and expert statistics, to compare a composition with torchtitan alone."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchtitan.components.validate import Validator
 from torchtitan.train import Trainer
 
+from cp_engine.comparison import RECORDS, Record
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
-from cp_engine.integrations.torchtitan_trainer import Batch, CompositionTrainer
+from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
+from cp_engine.integrations.torchtitan_validation import Batch
 
-RECORD = "record.pt"
-WRAPPERS = re.compile(
-    r"_checkpoint_wrapped_module\.|_orig_mod\."
-)  # activation checkpointing and compile rename parameters
+WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
+"""Activation checkpointing and compile rename parameters."""
 
 
 class StockRecorder(Trainer):
-    """torchtitan's Trainer as it is; training also writes `record.pt` into the dump folder.
+    """torchtitan's Trainer as it is; training also writes a record per pipeline stage into the dump folder.
 
-    The record holds `losses` (a float per step) and `gradients` (name -> full tensor before clipping, step 1).
+    What it holds is said at `comparison.Record`.
     """
 
     def forward_backward_step(
-        self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """One micro batch; after the last one of step 1 the gradients are kept."""
-        loss: torch.Tensor = super().forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        """One micro batch; after the last one of step 1 gradients and expert statistics are kept."""
+        loss: Tensor = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
-        if self.step == 1:  # overwritten until the last micro batch; clipping comes after
+        if self.step == 1:  # overwritten until the last micro batch; clipping and the update of the bias come after
             self._gradients = {
                 WRAPPERS.sub("", name): _whole(parameter.grad)
                 for part in self.model_parts
                 for name, parameter in part.named_parameters()
                 if parameter.grad is not None
             }
+            self._experts = _buffers(self.model_parts, "tokens_per_expert")
+            mesh = self.parallel_dims.get_optional_mesh("loss")  # the ranks that hold other tokens
+            if mesh is not None:
+                for count in self._experts.values():
+                    dist.all_reduce(count, group=mesh.get_group())
         return loss
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step; its loss is kept."""
         super().train_step(data_iterator)
-        assert isinstance(self.metrics_processor, RecordedMetrics)
-        self._losses.append(self.metrics_processor.last_loss)
+        self._losses.append(loss_of_last_stage(self))
 
     def train(self) -> None:
-        """Train and write the record on rank 0."""
+        """Train and write the record, on the first rank of each pipeline stage."""
         self._losses: list[float] = []
+        attends_plainly = getattr(self.model_args, "attn_type", "sdpa") == "sdpa"
+        if attends_plainly and self.job_config.validation.enable and type(self.validator) is Validator:
+            self.validator.post_dataloading_process = _without_masks
+        for part in self.model_parts if self.parallel_dims.pp_enabled else ():
+            _forget_experts_of_first_forward(part)
         super().train()
-        if dist.get_rank() == 0:
-            torch.save(
-                {"losses": self._losses, "gradients": self._gradients}, Path(self.job_config.job.dump_folder) / RECORD
+        stage_ranks = dist.get_world_size() // self.parallel_dims.pp  # the stage is the major axis of torchtitan's mesh
+        stage, rank = divmod(dist.get_rank(), stage_ranks)
+        spread = _spread(self._gradients)
+        assert isinstance(self.metrics_processor, RecordedMetrics)
+        if rank == 0:
+            experts = self._experts | _buffers(self.model_parts, "expert_bias")
+            record = Record(
+                losses=self._losses,
+                validation_losses=self.metrics_processor.validation_losses,
+                gradients=self._gradients,
+                spread=spread,
+                experts={name: buffer.cpu() for name, buffer in experts.items()},
             )
+            torch.save(record, Path(self.job_config.job.dump_folder) / RECORDS.replace("*", str(stage)))
 
 
 class CompositionRecorder(StockRecorder, CompositionTrainer):
     """The same record from training with a composition."""
 
 
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
+def _without_masks(
+    input_dict: dict[str, Tensor], labels: Tensor, model_parts: Sequence[nn.Module]
+) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, object]]:
+    """A batch as in training; torchtitan's validator also makes masks, which DeepSeek-V3 then refuses."""
+    return input_dict["input"], labels, {name: x for name, x in input_dict.items() if name != "input"}, {}
+
+
+def _forget_experts_of_first_forward(part: nn.Module) -> None:
+    """Start the counts of step 1 at a pipeline stage's second forward.
+
+    The first one only learns shapes: torch's pipeline gives a later stage memory that nobody wrote, and torchtitan counts where
+    the router sends it. The bias that follows is another one in each run.
+    """
+    calls = []
+
+    def before(*_: object) -> None:
+        calls.append(part)
+        if len(calls) == 2:
+            for buffer in _named(part, "tokens_per_expert").values():
+                buffer.zero_()
+            handle.remove()
+
+    handle = part.register_forward_pre_hook(before)
+
+
+def _whole(gradient: Tensor) -> Tensor:
     full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return full.detach().to("cpu", torch.float64, copy=True)
+
+
+def _buffers(parts: Sequence[nn.Module], kind: str) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for part in parts for name, buffer in _named(part, kind).items()}
+
+
+def _named(part: nn.Module, kind: str) -> dict[str, Tensor]:
+    return {WRAPPERS.sub("", name): buffer for name, buffer in part.named_buffers() if name.endswith(f".{kind}")}
+
+
+def _spread(gradients: dict[str, Tensor]) -> dict[str, float]:
+    """How far ranks that hold the same parameter are apart; a gradient that was not summed differs between them."""
+    norms = {name: gradient.norm().item() for name, gradient in gradients.items()}
+    everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, norms)
+    spread = {}
+    for name, norm in norms.items():
+        held = [other[name] for other in everyone if name in other]
+        spread[name] = (max(held) - min(held)) / norm if norm else max(held)
+    return spread

@@ -5,19 +5,21 @@ Importing this imports torchtitan, on CPU inside `cpu_shims`.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
+from torchtitan.models.moe import kernels
 from torchtitan.train import Trainer
 
 from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
+from cp_engine.integrations.torchtitan_validation import Batch, CompositionValidator, of_last_stage
 from cp_engine.plan import Plan
 from cp_engine.runtime import ContextParallel
-
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class StepReport:
         tokens_per_second: of the whole job.
         cp_bytes_sent: by the engine's collectives in this step, summed over ranks; a rank's own part excluded.
         seconds: wall time of the step.
+        validation_loss: mean over the predicted tokens of the validation batches; None at a step without validation.
     """
 
     step: int
@@ -37,6 +40,7 @@ class StepReport:
     tokens_per_second: float
     cp_bytes_sent: int
     seconds: float
+    validation_loss: float | None = None
 
 
 class CompositionTrainer(Trainer):
@@ -45,14 +49,25 @@ class CompositionTrainer(Trainer):
     Args:
         job_config: torchtitan's configuration; its context-parallel degree is the plan's.
         plan: the compiled composition.
-        report: called on every rank after each logged step.
+        report: called on every rank after each logged step, and after its validation if there is one.
+
+    Raises:
+        ConfigError: a model that brings a validation of its own.
     """
+
+    validator: BaseValidator
 
     def __init__(self, job_config: JobConfig, plan: Plan, report: Callable[[StepReport], None]) -> None:
         super().__init__(job_config)
         self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type)
         self._report = report
         self._has_trained = False
+        if job_config.validation.enable:
+            if type(self.validator) is not Validator:
+                what = f"is true, and {job_config.model.name} validates with {type(self.validator).__name__}, which cannot be cut"
+                tries = ("titan.validation.enable=false",)
+                raise ConfigError([Problem(key="titan.validation.enable", what=what, tries=tries)])
+            self.validator = CompositionValidator(self.validator, self.post_dataloading_process, self._validated)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -70,10 +85,10 @@ class CompositionTrainer(Trainer):
             CallError: a tensor that has the sequence length in a dim other than its second.
         """
         inputs, labels, companions, arguments = super().post_dataloading_process(input_dict, labels)
-        if self.cp.plan.degree == 1:
-            return inputs, labels, companions, arguments
         batch, sequence = inputs.shape
-        positions = companions.pop("positions", None)  # documents that restart at 0 keep doing so
+        positions = companions.pop("positions", None)  # documents that restart at 0 keep doing so, in every stage
+        if self.cp.plan.degree == 1:
+            return inputs, labels, companions, arguments if positions is None else {**arguments, "positions": positions}
         if positions is None:
             positions = torch.arange(sequence, device=inputs.device).expand(batch, sequence)
         _refuse_undeclared(companions, sequence)
@@ -84,7 +99,12 @@ class CompositionTrainer(Trainer):
 
     def train(self) -> None:
         """Train with the plan attached to every attention of the model, for as long as training runs."""
-        with self.cp.context(*self.model_parts):
+        with ExitStack() as undo:
+            if self.device.type == "cpu":
+                # expert parallelism orders tokens by a Triton kernel; torchtitan has the same in torch beside it
+                undo.callback(setattr, kernels, "fill_indices_wrapper", kernels.fill_indices_wrapper)
+                kernels.fill_indices_wrapper = kernels.fill_indices_cpu
+            undo.enter_context(self.cp.context(*self.model_parts))
             super().train()
 
     def should_continue_training(self) -> bool:
@@ -102,7 +122,7 @@ class CompositionTrainer(Trainer):
         return has_step_left
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One step, reported if torchtitan logs it."""
+        """One step, reported if torchtitan logs it; by its validation if one follows."""
         self._has_trained = True
         started, sent, seen = time.perf_counter(), self.cp.bytes_sent, self.ntokens_seen
         super().train_step(data_iterator)
@@ -110,18 +130,18 @@ class CompositionTrainer(Trainer):
             return
         total = torch.tensor(self.cp.bytes_sent - sent, dtype=torch.int64, device=self.device)
         dist.all_reduce(total)
-        loss = self._loss_of_last_stage()
+        loss = loss_of_last_stage(self)
         seconds = time.perf_counter() - started
         tokens = (self.ntokens_seen - seen) * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-        self._report(
-            StepReport(
-                step=self.step,
-                loss=loss,
-                tokens_per_second=tokens / seconds,
-                cp_bytes_sent=int(total.item()),
-                seconds=seconds,
-            )
+        self._step_report = StepReport(
+            step=self.step,
+            loss=loss,
+            tokens_per_second=tokens / seconds,
+            cp_bytes_sent=int(total.item()),
+            seconds=seconds,
         )
+        if not (self.job_config.validation.enable and self.validator.should_validate(self.step)):
+            self._report(self._step_report)
 
     def close(self) -> None:
         """Finish checkpoints and metrics, and detach the engine."""
@@ -129,14 +149,17 @@ class CompositionTrainer(Trainer):
         if hasattr(self, "cp"):  # torchtitan's __init__ may have failed
             self.cp.close()
 
-    def _loss_of_last_stage(self) -> float:
-        assert isinstance(self.metrics_processor, RecordedMetrics)
-        loss = self.metrics_processor.last_loss
-        if not self.parallel_dims.pp_enabled:
-            return loss
-        known = torch.tensor(loss if self.pp_has_last_stage else float("-inf"), dtype=torch.float64, device=self.device)
-        dist.all_reduce(known, op=dist.ReduceOp.MAX)  # the stages before report a placeholder
-        return float(known.item())
+    def _validated(self, loss: float) -> None:
+        self._report(replace(self._step_report, validation_loss=loss))
+
+
+def loss_of_last_stage(trainer: Trainer) -> float:
+    """The loss that torchtitan logged, on every rank; pipeline stages before the last one log a placeholder."""
+    assert isinstance(trainer.metrics_processor, RecordedMetrics)
+    loss = trainer.metrics_processor.last_loss
+    if not trainer.parallel_dims.pp_enabled:
+        return loss
+    return of_last_stage(loss, trainer.pp_has_last_stage, trainer.device)
 
 
 def _refuse_undeclared(companions: Mapping[str, torch.Tensor], sequence: int) -> None:
