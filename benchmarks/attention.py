@@ -1,7 +1,7 @@
 """Overhead of the engine against hand-written context parallelism, on CPU ranks with gloo.
 
-    python benchmarks/attention.py                     # all cases, about 3 minutes; prints a table
-    python benchmarks/attention.py --cases small --markdown docs/benchmarks.md
+    python benchmarks/attention.py                     # all cases, about 8 minutes; prints a table
+    python benchmarks/attention.py --cases small ring --markdown docs/benchmarks.md
 
 Every peer gets the same tokens, forward and backward run once per peer and round, in random order, with a barrier before each.
 A round's time is that of the slowest rank. What is reported is the median over rounds of the ratio within a round, with the 90 %
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import peers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -26,109 +27,112 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
+from cp_engine.call import Call
 from cp_engine.primitives import exchange
-
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, batch 1, float32, causal."""
+    """One attention call, batch 1, float32, causal.
 
+    Args:
+        preset: of the engine.
+        sequence, heads, kv_heads, head_dim, v_head_dim: of the call.
+        peers: names in PEERS.
+        bound: the bar, against the peer with the lowest median, or against `judge` where that is named.
+        measure: `cpu` (main-thread CPU seconds) or `wall` (seconds).
+        seconds: how long rounds are repeated.
+    """
+
+    preset: str
     sequence: int
     heads: int
+    kv_heads: int
     head_dim: int
-    measure: str
-    """`cpu` (main-thread CPU seconds) or `wall` (seconds)."""
-    seconds: float
+    v_head_dim: int
+    peers: tuple[str, ...]
     bound: float
+    measure: str = "wall"
+    seconds: float = 60
+    judge: str = ""
+    overrides: tuple[str, ...] = ()
 
 
-CASES = {"small": Case(16, 8, 64, "cpu", 20, 1.3), "large": Case(4096, 8, 64, "wall", 120, 1.03)}
-
-
-# ------------------------------------------------------------------ by hand: Ulysses for equal heads, batch 1
-class HandPacked(torch.autograd.Function):
-    """q, k and v in one buffer, tokens outermost: one collective in, one out; attention on strided views."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        p = dist.get_world_size()
-        _, h, s, d = q.shape
-        send = torch.stack([x[0].view(p, h // p, s, d).transpose(1, 2) for x in (q, k, v)], 2)  # [p, s, 3, h/p, d]
-        receive = torch.empty_like(send)
-        dist.all_to_all_single(receive, send)
-        q_, k_, v_ = receive.view(1, p * s, 3, h // p, d).permute(2, 0, 3, 1, 4)
-        out, lse = flash(q_, k_, v_, 0.0, True)
-        back = out[0].view(h // p, p, s, d).transpose(0, 1).contiguous()
-        result = torch.empty_like(back)
-        dist.all_to_all_single(result, back)
-        ctx.save_for_backward(q_, k_, v_, out, lse)
-        return result.view(1, h, s, d)
-
-    @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, ...]:
-        p = dist.get_world_size()
-        q, k, v, out, lse = ctx.saved_tensors
-        _, h, s, d = dout.shape
-        receive = torch.empty_like(dout)
-        dist.all_to_all_single(receive, dout.contiguous())
-        dout_ = receive.view(p, h // p, s, d).transpose(0, 1).reshape(1, h // p, p * s, d)
-        grads = flash_backward(dout_, q, k, v, out, lse, 0.0, True)
-        send = torch.stack([g[0].view(h // p, p, s, d).transpose(0, 1) for g in grads], 1)  # [p, 3, h/p, s, d]
-        back = torch.empty_like(send)
-        dist.all_to_all_single(back, send)
-        return tuple(g.reshape(1, h, s, d) for g in back.unbind(1))
-
-
-class HandSeparate(torch.autograd.Function):
-    """One collective for each tensor; contiguous tensors for the kernel."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q_, k_, v_ = (to_heads(x) for x in (q, k, v))
-        out, lse = flash(q_, k_, v_, 0.0, True)
-        ctx.save_for_backward(q_, k_, v_, out, lse)
-        return to_sequence(out)
-
-    @staticmethod
-    def backward(ctx, dout: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return tuple(to_sequence(g) for g in flash_backward(to_heads(dout), q, k, v, out, lse, 0.0, True))
-
-
-def to_heads(x: Tensor) -> Tensor:
-    p, (_, h, s, d) = dist.get_world_size(), x.shape
-    receive = torch.empty(p, h // p, s, d)
-    dist.all_to_all_single(receive, x.contiguous())
-    return receive.transpose(0, 1).reshape(1, h // p, p * s, d)
-
-
-def to_sequence(x: Tensor) -> Tensor:
-    p, (_, h, s, d) = dist.get_world_size(), x.shape
-    send = x[0].reshape(h, p, s // p, d).transpose(0, 1).contiguous()
-    receive = torch.empty_like(send)
-    dist.all_to_all_single(receive, send)
-    return receive.view(1, p * h, s // p, d)
+BOTH = ("by hand, packed", "by hand, separate")
+ZIGZAG = ("layout@cp.layout=zigzag",)
+CASES = {
+    "small": Case("ulysses", 16, 8, 8, 64, 64, BOTH, 1.3, "cpu", 20, BOTH[0]),
+    "ulysses": Case("ulysses", 4096, 8, 8, 64, 64, BOTH, 1.03),
+    "ulysses mla": Case("ulysses", 2048, 16, 16, 192, 128, BOTH, 1.03),
+    "ring": Case("ring_zigzag", 2048, 8, 8, 64, 64, ("by hand, zigzag ring",), 1.03),
+    "ring long": Case("ring_zigzag", 4096, 8, 8, 64, 64, ("by hand, zigzag ring",), 1.03),
+    "gather": Case("allgather_kv", 4096, 8, 8, 64, 64, ("by hand, zigzag gather",), 1.03, overrides=ZIGZAG),
+    "gather gqa": Case("allgather_kv", 4096, 16, 4, 64, 64, ("by hand, zigzag gather",), 1.03, overrides=ZIGZAG),
+    "latent": Case("mla_ulysses", 2048, 16, 16, 192, 128, ("ulysses, expanding first",), 1.0),
+}
+HAND: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "by hand, packed": peers.UlyssesPacked.apply,
+    "by hand, separate": peers.UlyssesSeparate.apply,
+    "by hand, zigzag ring": peers.RingZigzag.apply,
+    "by hand, zigzag gather": peers.GatherZigzag.apply,
+}
+LATENT_DIM, ROPE_DIM = 512, 64
+"""Of DeepSeek-V3."""
 
 
 # ------------------------------------------------------------------ measuring
-def engine_for(case: Case) -> cp_engine.ContextParallel:
+def engine_for(case: Case, preset: str | None = None) -> cp_engine.ContextParallel:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-    return cp_engine.compile("ulysses", mesh=mesh, sequence=case.sequence, heads=case.heads, head_dim=case.head_dim)
+    return cp_engine.compile(
+        preset or case.preset,
+        mesh=mesh,
+        sequence=case.sequence,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        latent_dim=LATENT_DIM,
+        rope_dim=ROPE_DIM,
+        overrides=case.overrides,
+    )
 
 
 def measure(case: Case) -> dict[str, list[float]]:
-    """The engine and the hand-written exchanges."""
+    """The engine and its peers."""
     engine = engine_for(case)
-    peers = {"engine": engine.call, "hand, packed": HandPacked.apply, "hand, separate": HandSeparate.apply}
-    return rounds_of(case, engine, peers)
+    if engine.plan.inputs != ("q", "k", "v"):
+        return measure_latent(case, engine)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return engine.call(q, k, v, enable_gqa=case.kv_heads != case.heads)
+
+    return rounds_of(case, engine, {"engine": call, **{name: HAND[name] for name in case.peers}})
+
+
+def measure_latent(case: Case, engine: cp_engine.ContextParallel) -> dict[str, list[float]]:
+    """From the latent: gathered and expanded for the rank's own heads, or expanded for all heads and exchanged."""
+    exchange_expanded = engine_for(case, "ulysses")
+
+    def gathered(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+        tensors = {"q": q, "kv_latent": latent, "k_rope": rope}
+        return engine.attend(Call(tensors=tensors, parameters={"kv_up": up}))[0]
+
+    def exchanged(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+        return exchange_expanded.call(q, *peers.expanded(latent, rope, up))
+
+    torch.manual_seed(0)
+    nope = case.head_dim - ROPE_DIM
+    sizes = {"q": (case.heads, case.head_dim), "latent": (1, LATENT_DIM), "rope": (1, ROPE_DIM)}
+    leaves = [engine.shard(torch.randn(1, h, case.sequence, d), dim=2) for h, d in sizes.values()]
+    leaves.append(torch.randn(case.heads, nope + case.v_head_dim, LATENT_DIM) * LATENT_DIM**-0.5)
+    dout = engine.shard(torch.randn(1, case.heads, case.sequence, case.v_head_dim), dim=2)
+    attends = {"engine": gathered, case.peers[0]: exchanged}
+    return rounds_over(case, attends, [x.requires_grad_() for x in leaves], dout, shared=1)
 
 
 def measure_packing(sequence: int, seconds: float) -> dict[str, list[float]]:
     """The engine with q, k and v in one collective and with one for each, whatever their size."""
-    case = Case(sequence, 8, 64, "wall", seconds, 0.0)
+    case = Case("ulysses", sequence, 8, 8, 64, 64, (), 0.0, seconds=seconds)
     engines = {}
     limit = exchange.PACKED_BYTES
     for name, bytes_limit in (("packed", 1 << 62), ("separate", 0)):
@@ -139,22 +143,35 @@ def measure_packing(sequence: int, seconds: float) -> dict[str, list[float]]:
 
 
 def rounds_of(
-    case: Case, engine: cp_engine.ContextParallel, peers: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
+    case: Case, engine: cp_engine.ContextParallel, attends: dict[str, Callable[..., Tensor]]
 ) -> dict[str, list[float]]:
-    """Per peer, one number per round: that of the slowest rank."""
+    """As `rounds_over`, for q, k and v."""
     torch.manual_seed(0)
-    shape = (1, case.heads, case.sequence, case.head_dim)
-    q, k, v, dout = (engine.shard(torch.randn(shape), dim=2) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    results = {}
-    for name, attend in peers.items():  # the same numbers, or no measurement
+    sizes = (
+        (case.heads, case.head_dim),
+        (case.kv_heads, case.head_dim),
+        (case.kv_heads, case.v_head_dim),
+        (case.heads, case.v_head_dim),
+    )
+    *leaves, dout = (engine.shard(torch.randn(1, h, case.sequence, d), dim=2) for h, d in sizes)
+    return rounds_over(case, attends, [x.requires_grad_() for x in leaves], dout)
+
+
+def rounds_over(
+    case: Case, attends: dict[str, Callable[..., Tensor]], leaves: list[Tensor], dout: Tensor, shared: int = 0
+) -> dict[str, list[float]]:
+    """Per peer, one number per round: that of the slowest rank. The last `shared` leaves are whole on every rank."""
+    results: dict[str, list[Tensor]] = {}
+    for name, attend in attends.items():  # the same numbers, or no measurement
         out = attend(*leaves)
         results[name] = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-        for a, b in zip(results[name], results[next(iter(peers))], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    order, rng, rounds = list(peers), random.Random(0), {n: [] for n in peers}
+        for x in results[name][len(leaves) + 1 - shared :]:
+            dist.all_reduce(x)
+        for a, b in zip(results[name], results[next(iter(attends))], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    order, rng, rounds = list(attends), random.Random(0), {n: [] for n in attends}
     clock = time.thread_time if case.measure == "cpu" else time.perf_counter
-    for attend in list(peers.values()) * (20 if case.sequence < 512 else 1):
+    for attend in list(attends.values()) * (20 if case.sequence < 512 else 1):
         torch.autograd.grad(attend(*leaves), leaves, dout)
     start = time.perf_counter()
     while True:
@@ -162,7 +179,7 @@ def rounds_of(
         for name in order:
             dist.barrier()
             before = clock()
-            torch.autograd.grad(peers[name](*leaves), leaves, dout)
+            torch.autograd.grad(attends[name](*leaves), leaves, dout)
             took = torch.tensor([clock() - before], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             rounds[name].append(took.item())
@@ -183,15 +200,15 @@ def ratio(a: list[float], b: list[float]) -> tuple[float, float, float]:
 def report(case: Case, name: str, rounds: dict[str, list[float]]) -> list[str]:
     """Markdown rows of one case."""
     others = [n for n in rounds if n != "engine"]
-    if case.measure == "cpu":
-        others = ["hand, packed"]  # the bar for small messages
-    best = min(others, key=lambda n: statistics.median(rounds[n]))
+    best = case.judge or min(others, key=lambda n: statistics.median(rounds[n]))
+    heads = f"H{case.heads}" + (f"|{case.kv_heads}" if case.kv_heads != case.heads else "")
+    width = f"D{case.head_dim}" + (f"|{case.v_head_dim}" if case.v_head_dim != case.head_dim else "")
     rows = []
     for other in (n for n in rounds if n != "engine"):
         middle, low, high = ratio(rounds["engine"], rounds[other])
         bar = f"<= {case.bound}" if other == best else ""
         rows.append(
-            f"| {name}: S{case.sequence} H{case.heads} D{case.head_dim} | {case.measure} | {other} | "
+            f"| {name}: {case.preset} S{case.sequence} {heads} {width} | {case.measure} | {other} | "
             f"{statistics.median(rounds['engine']) * 1e3:.3f} | {statistics.median(rounds[other]) * 1e3:.3f} | "
             f"{middle:.3f} [{low:.3f}, {high:.3f}] | {bar} | {len(rounds[other])} |"
         )
