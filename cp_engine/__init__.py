@@ -7,11 +7,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cp_engine.api import compile
-    from cp_engine.attach import Attention
+    from cp_engine.call import Attention
     from cp_engine.errors import CPError
     from cp_engine.runtime import ContextParallel
 
-_HOMES = {"compile": "api", "Attention": "attach", "CPError": "errors", "ContextParallel": "runtime"}
+_HOMES = {"compile": "api", "Attention": "call", "CPError": "errors", "ContextParallel": "runtime"}
 
 __all__ = ["Attention", "CPError", "ContextParallel", "__version__", "compile"]
 

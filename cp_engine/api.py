@@ -22,6 +22,8 @@ def compile(
     head_dim: int,
     kv_heads: int | None = None,
     v_head_dim: int | None = None,
+    latent_dim: int = 0,
+    rope_dim: int = 0,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     mask: str | Mapping[str, object] = "causal",
@@ -39,6 +41,8 @@ def compile(
         head_dim: of q and k.
         kv_heads: key and value heads; None is `heads`.
         v_head_dim: of v and out; None is `head_dim`.
+        latent_dim: of the latent of multi-head latent attention, for compositions that expand it.
+        rope_dim: of its shared rotary key, part of `head_dim`.
         batch: sequences per call, for the bytes in the plan; a call may bring any number.
         dtype: of q, k and v.
         mask: what a query may see.
@@ -64,6 +68,8 @@ def compile(
         head_dim=head_dim,
         v_head_dim=head_dim if v_head_dim is None else v_head_dim,
         dtype=str(dtype).removeprefix("torch."),
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
     )
     degree = 1 if mesh is None else mesh.size()
     return ContextParallel(plan_from_config(cp, shape=shape, mask=mask, world_degree=degree), mesh, device)

@@ -5,65 +5,46 @@ recomputes during a later backward repeats the call of its own forward; `detach`
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from math import isfinite
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cp_engine.call import Call
 from cp_engine.errors import CallError, Problem
-
-HOST_CLASSES = frozenset({("torchtitan.models.attention", "ScaledDotProductAttentionWrapper")})
-"""(module, class) of attention modules of hosts: forward(q, k, v, *, scale, is_causal, enable_gqa) over [B, H, S, D]."""
-
-ARGUMENTS = ("scale", "is_causal", "enable_gqa")
-
-
-class Attention(nn.Module):
-    """Scaled dot-product attention as a module, for models of one's own; plain PyTorch until an engine is attached."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float | None = None,
-        is_causal: bool = True,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attends.
-
-        Args:
-            q: [B, H, S, D].
-            k: [B, K, S, D].
-            v: [B, K, S, Dv].
-            scale: factor on the scores; None is D ** -0.5.
-            is_causal: whether a query sees only keys up to its own position.
-            enable_gqa: whether K may be less than H.
-
-        Returns:
-            [B, H, S, Dv].
-        """
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+from cp_engine.lower import Memo
 
 
 class Engine(Protocol):
     """What an attached call goes to."""
 
-    def call(
-        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, is_causal: bool, enable_gqa: bool
-    ) -> Tensor:
-        """The attention call of one site, on local tensors."""
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
+        """The attention of one call, on local tensors: [B, H, S_local, Dv], and what a recompute may use of it.
+
+        Args:
+            call: what the module was called with.
+            passed: in a recompute, what the passes that it may repeat have left.
+        """
+
+    def attend_compiled(self, call: Call) -> Tensor:
+        """The same while torch.compile traces the model."""
+
+
+class Binding(Protocol):
+    """How a module's attention call is read: (module, positional, by name) -> a Call."""
+
+    def __call__(self, module: nn.Module, args: Sequence[object], named: Mapping[str, object]) -> Call: ...
 
 
 class _Token:
     """Lives as long as the graph node that it is put on."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "memo")
+
+    def __init__(self, memo: Memo | None) -> None:
+        self.memo = memo
 
 
 class Site:
@@ -74,34 +55,41 @@ class Site:
     any other under no_grad), for good. When they disagree, recomputing is refused instead of guessed.
     """
 
-    def __init__(self, module: nn.Module, plain: Callable[..., Tensor], is_own: bool) -> None:
-        self.module, self.plain, self.is_own = module, plain, is_own
+    def __init__(self, module: nn.Module, plain: Callable[..., Tensor], is_own: bool, binding: Binding) -> None:
+        self.module, self.plain, self.is_own, self.binding = module, plain, is_own, binding
         self.active: list[Engine] = []
         self.users: list[Engine] = []  # engines that were attached and not closed: a recompute may still need them
-        self.calls = 0
+        self.calls = 0  # that went to an engine; those of graphs are counted by the engine
         self._with_graph: list[tuple[Engine | None, weakref.ref[_Token]]] = []
         self._without_graph: list[Engine | None] = []
         self._evaluations: list[
             Engine | None
         ] = []  # likewise, in eval mode: asked only where nothing else is remembered
 
-    def __call__(self, *args: Tensor, **named: object) -> Tensor:
+    def __call__(self, *args: object, **named: object) -> Tensor:
         # The boundary to a host: whatever it passes must be seen here, to be refused by name instead of dropped.
+        if torch.compiler.is_compiling():  # a graph is made once, so it can hold no count and no graph node of a call
+            if not self.active:
+                return self.plain(*args, **named)
+            call = self.binding(self.module, args, named)
+            return call.finish(self.active[-1].attend_compiled(call))
         is_recompute = torch._C._current_graph_task_id() != -1
         engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
+        memo = None
         if engine is None:
             out = self.plain(*args, **named)
         else:
-            q, k, v, scale, is_causal, enable_gqa = _bound(args, named)
-            out = engine.call(q, k, v, scale=scale, is_causal=is_causal, enable_gqa=enable_gqa)
+            call = self.binding(self.module, args, named)
+            out, memo = engine.attend(call, self._passed(engine) if is_recompute else ())
+            out = call.finish(out)
         if not is_recompute:
             self.calls += engine is not None
-            self._remember(engine, out)
+            self._remember(engine, out, memo)
         return out
 
-    def _remember(self, engine: Engine | None, out: Tensor) -> None:
+    def _remember(self, engine: Engine | None, out: Tensor, memo: Memo | None) -> None:
         if isinstance(out, Tensor) and out.grad_fn is not None:
-            token = _Token()
+            token = _Token(memo)
             out.grad_fn.metadata["cp_engine"] = token  # type: ignore[index]  # a property, typed as a method
             self._with_graph = [(e, t) for e, t in self._with_graph if t() is not None]
             self._with_graph.append((engine, weakref.ref(token)))
@@ -109,6 +97,11 @@ class Site:
         calls = self._without_graph if self.module.training else self._evaluations
         if not any(e is engine for e in calls):
             calls.append(engine)
+
+    def _passed(self, engine: Engine) -> list[Memo]:
+        """What the passes under an engine whose backward is still to come have left."""
+        tokens = [t() for e, t in self._with_graph if e is engine]
+        return [t.memo for t in tokens if t is not None and t.memo is not None]
 
     def _of_forward(self) -> Engine | None:
         """The engine of the forward that is being recomputed."""
@@ -147,78 +140,15 @@ class Site:
         copy = memo[id(self.module)]
         assert isinstance(copy, nn.Module)
         plain = deepcopy(self.plain, memo) if self.is_own else type(copy).forward.__get__(copy)
-        return Site(copy, plain, self.is_own)
+        return Site(copy, plain, self.is_own, self.binding)
 
 
-def _bound(
-    args: tuple[Tensor, ...], named: dict[str, object]
-) -> tuple[Tensor, Tensor, Tensor, float | None, bool, bool]:
-    """q, k, v and the known arguments of a call; everything else is refused by name."""
-    tensors = dict(zip("qkv", args, strict=False))
-    tensors.update({n: x for n, x in named.items() if n in ("q", "k", "v") and isinstance(x, Tensor)})
-    others = {n: x for n, x in named.items() if n not in ("q", "k", "v")}
-    problems = [
-        Problem(
-            key=f"call.{name}",
-            what=f"the attention call carries {name}={_short(value)}, which no plan accounts for",
-            details=(("accepted", ", ".join(ARGUMENTS)),),
-        )
-        for name, value in others.items()
-        if name not in ARGUMENTS
-    ]
-    twice = [n for n in dict(zip("qkv", args, strict=False)) if n in named]
-    problems += [Problem(key=f"call.{n}", what="is given twice, by position and by name") for n in twice]
-    problems += [Problem(key=f"call.{n}", what="is missing") for n in "qkv" if n not in tensors]
-    if len(args) > 3:
-        problems.append(
-            Problem(key="call", what=f"the attention call carries {len(args)} positional arguments, and q, k, v are 3")
-        )
-    scale, is_causal, enable_gqa = others.get("scale"), others.get("is_causal", True), others.get("enable_gqa", False)
-    is_number = isinstance(scale, float | int) and not isinstance(scale, bool) and isfinite(scale)
-    if not (scale is None or is_number):
-        problems.append(Problem(key="call.scale", what=f"must be a finite number, not {_short(scale)}"))
-    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(value, bool):
-            problems.append(Problem(key=f"call.{name}", what=f"must be True or False, not {_short(value)}"))
-    if problems:
-        raise CallError(problems)
-    factor = None if scale is None else float(scale)  # type: ignore[arg-type]
-    return tensors["q"], tensors["k"], tensors["v"], factor, bool(is_causal), bool(enable_gqa)
-
-
-def _short(value: object) -> str:
-    return f"{type(value).__name__}{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:60]
-
-
-def find(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The attention modules at or below some modules, each once.
-
-    Raises:
-        CallError: there is none below one of them.
-    """
-    found: dict[int, nn.Module] = {}
-    for module in modules:
-        below = [m for m in module.modules() if is_site(m)]
-        if not below:
-            hosts = ", ".join(["cp_engine.Attention", *(f"{a}.{b}" for a, b in sorted(HOST_CLASSES))])
-            what = f"{type(module).__name__} has no attention module that the engine can attach to"
-            raise CallError([Problem(key="context", what=what, details=(("accepted", hosts),))])
-        found.update({id(m): m for m in below})
-    return list(found.values())
-
-
-def is_site(module: nn.Module) -> bool:
-    """Whether a module is an attention call that the engine understands."""
-    names = {(c.__module__, c.__qualname__) for c in type(module).__mro__}
-    return isinstance(module, Attention) or bool(names & HOST_CLASSES)
-
-
-def attach(module: nn.Module) -> Site:
+def attach(module: nn.Module, binding: Binding) -> Site:
     """The wrapper of a module; made at the first call."""
     current = module.__dict__.get("forward")
     if isinstance(current, Site):
         return current
-    site = Site(module, module.forward, current is not None)
+    site = Site(module, module.forward, current is not None, binding)
     module.forward = site  # type: ignore[method-assign, assignment]
     return site
 

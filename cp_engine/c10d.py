@@ -1,13 +1,15 @@
 """The communicator of real process groups: calls c10d directly, and counts what leaves this rank where it leaves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_engine.channel import Pending
 from cp_engine.errors import CallError, Problem
 from cp_engine.plan import Plan
 
@@ -55,28 +57,43 @@ class GroupChannel:
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self.group, self.traffic = group, traffic
         self.members, self.me = dist.get_world_size(group), dist.get_rank(group)
+        self._world = dist.get_process_group_ranks(group)
+        self._is_gloo = dist.get_backend(group) == "gloo"
 
-    def all_to_all(self, send: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def all_to_all(self, send: Tensor, sent: list[int], received: list[int]) -> Pending:
         buffer = send.new_empty(sum(received))
-        self.group.alltoall_base(buffer, send, received, sent).wait()
+        work = self.group.alltoall_base(buffer, send, received, sent)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += (send.numel() - sent[self.me]) * send.element_size()
-        return buffer
+        return Pending(buffer, (work,), send)
 
-    def all_to_all_even(self, send: Tensor) -> Tensor:
+    def all_to_all_even(self, send: Tensor) -> Pending:
         buffer, splits = torch.empty_like(send), [send.numel() // self.members] * self.members
         # the splits are written out: a peer whose pieces lie differently in memory makes the same call with its own
-        self.group.alltoall_base(buffer, send, splits, splits).wait()
+        work = self.group.alltoall_base(buffer, send, splits, splits)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += send.nbytes // self.members * (self.members - 1)
-        return buffer
+        return Pending(buffer, (work,), send)
 
-    def all_gather(self, send: Tensor) -> Tensor:
+    def all_gather(self, send: Tensor) -> Pending:
         buffer = send.new_empty(self.members * send.numel())
-        self.group._allgather_base(buffer, send).wait()
+        work = self.group._allgather_base(buffer, send)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += (self.members - 1) * send.nbytes
-        return buffer
+        return Pending(buffer, (work,), send)
+
+    def shift(self, send: Tensor, to: int, source: int, received: int, tag: int) -> Pending:
+        buffer = send.new_empty(received)
+        if self._is_gloo:
+            works = [self.group.send([send], to, tag)] if send.numel() else []
+            works += [self.group.recv([buffer], source, tag)] if received else []
+        else:  # both at once, or two ranks that first send wait for each other; matched by their order
+            ops = [dist.P2POp(dist.isend, send, self._world[to], self.group, tag)] if send.numel() else []
+            ops += [dist.P2POp(dist.irecv, buffer, self._world[source], self.group, tag)] if received else []
+            works = dist.batch_isend_irecv(ops) if ops else []
+        self.traffic.collectives += 1
+        self.traffic.bytes_sent += send.nbytes
+        return Pending(buffer, works, send)
 
 
 @dataclass(kw_only=True)
@@ -86,24 +103,16 @@ class GroupCommunicator:
     Args:
         ranks: world rank of each plan rank.
         groups: plan ranks of a group, ascending -> its process group.
-        made: the process groups that `close` destroys.
         traffic: counts what all channels send.
     """
 
     ranks: tuple[int, ...]
     groups: Mapping[tuple[int, ...], dist.ProcessGroup]
-    made: Sequence[dist.ProcessGroup] = ()
     traffic: Traffic = field(default_factory=Traffic)
 
     def channel(self, group: tuple[int, ...]) -> GroupChannel:
         """The way to a group of plan ranks, ascending, of which this process is one."""
         return GroupChannel(self.groups[group], self.traffic)
-
-    def close(self) -> None:
-        """Destroys the process groups that were made for the plan."""
-        for group in self.made:
-            dist.destroy_process_group(group)
-        self.groups, self.made = {}, ()
 
 
 def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
@@ -121,16 +130,14 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
     """
     ranks = global_ranks(mesh, plan)
     me = ranks.index(dist.get_rank())
-    everyone = mesh.get_group() if mesh.ndim == 1 else dist.new_group(sorted(ranks), use_local_synchronization=True)
-    made = [] if mesh.ndim == 1 else [everyone]
+    everyone = mesh.get_group() if mesh.ndim == 1 else _group(sorted(ranks))
     _require_equal(plan, everyone, ranks)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degree)): everyone}
     for step in plan.steps:
         for transfer in step.transfers:
             mine = next(tuple(sorted(g)) for g in transfer.groups if me in g)
             if len(mine) > 1 and mine not in groups:
-                made.append(dist.new_group(sorted(ranks[r] for r in mine), use_local_synchronization=True))
-                groups[mine] = made[-1]
+                groups[mine] = _group(sorted(ranks[r] for r in mine))
     for members, group in groups.items():
         order = [ranks.index(r) for r in dist.get_process_group_ranks(group)]
         if order != list(members):
@@ -145,7 +152,22 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
                 ],
                 plan.name,
             )
-    return GroupCommunicator(ranks=ranks, groups=groups, made=made), me
+    return GroupCommunicator(ranks=ranks, groups=groups), me
+
+
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+"""Per world, the groups that were made of its ranks. They live as long as it: a group that is destroyed and made again gets the
+same name, under which the store still has the addresses of the old one, so that a rank which reads them first hangs."""
+
+
+def _group(world_ranks: list[int]) -> dist.ProcessGroup:
+    """The process group of some ranks, made by them alone and once."""
+    world = dist.group.WORLD
+    assert world is not None
+    groups = _GROUPS.setdefault(world, {})
+    if tuple(world_ranks) not in groups:
+        groups[tuple(world_ranks)] = dist.new_group(world_ranks, use_local_synchronization=True)
+    return groups[tuple(world_ranks)]
 
 
 def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:

@@ -7,12 +7,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 
-from cp_engine.errors import CoverageError, CPError, Problem
+from cp_engine.errors import CoverageError, CPError, LayoutError, Problem
 from cp_engine.index_set import IndexSet, union, whole
 from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
-from cp_engine.plan import Plan, PlannedStep, Refused, Shape, State, Step
+from cp_engine.plan import SHARED, Plan, PlannedStep, Refused, Shape, State, Step, part_of
 from cp_engine.primitives import Order
 
 
@@ -26,6 +27,7 @@ class Composition:
         layout: how the model's tokens are dealt.
         steps: in the order in which they run.
         recompute: what activation checkpointing repeats.
+        pipeline: head groups that run one after the other.
     """
 
     name: str
@@ -33,6 +35,17 @@ class Composition:
     layout: Order
     steps: tuple[Step, ...]
     recompute: str
+    pipeline: int = 1
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors that the call brings: those that a step needs and no earlier one makes, q first."""
+        made: set[str] = set()
+        needed: list[str] = []
+        for step in self.steps:
+            needed += [t for t in step.consumes if t not in made]
+            made |= set(step.makes)
+        return tuple(sorted(dict.fromkeys(needed or ("q", "k", "v")), key=lambda t: t != "q"))
 
 
 def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
@@ -49,17 +62,19 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     Raises:
         CPError: LayoutError or CoverageError with the problem's key, layouts, rule and what to try.
     """
-    mesh = composition.mesh
-    sequence = composition.layout.spread(mesh, shape.sequence)
-    entry = Layout(sequence, (whole(shape.heads),) * mesh.degree)
-    state = State(mesh=mesh, shape=shape, mask=mask, layouts=dict.fromkeys(("q", "k", "v"), entry))
+    mesh, inputs = composition.mesh, composition.inputs
+    _require_inputs(composition, inputs, shape)
+    part = part_of(shape, composition.pipeline)
+    sequence = composition.layout.spread(mesh, shape.sequence, mask)
+    entry = Layout(sequence, (whole(part.heads),) * mesh.degree)
+    state = State(mesh=mesh, shape=part, mask=mask, layouts=dict.fromkeys(inputs, entry))
     planned = []
     for step in composition.steps:
         before = state
         try:
             state, transfers = step.infer(state)
             if "out" in state.layouts and "out" not in before.layouts:
-                one_copy(state.layouts["out"], shape)
+                one_copy(state.layouts["out"], part)
         except Refused as refused:
             raise _error(refused, step, composition, before, shape) from None
         planned.append(
@@ -88,8 +103,90 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         order=str(composition.layout),
         entry=entry,
         steps=tuple(planned),
+        inputs=inputs,
+        parameters=tuple(dict.fromkeys(p for s in composition.steps for p in s.parameters)),
         recompute=composition.recompute,
+        pipeline=composition.pipeline,
+        composition=composition,
     )
+
+
+def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shape) -> None:
+    """The call has the tensors that the steps begin with, and head groups are equal; raises LayoutError."""
+    problems = []
+    shared = [t for t in inputs if t in SHARED]
+    for tensor in shared:
+        if not shape.width(tensor):
+            field = {"kv_latent": "latent_dim", "k_rope": "rope_dim"}[tensor]
+            what = f"is 0, and {_maker(composition, tensor)} begins with {tensor}"
+            rule = "only multi-head latent attention has a latent from which k and v are expanded"
+            problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", rule),)))
+    n = composition.pipeline
+    if n > 1 and (shape.heads % n or shape.kv_heads % n or shared):
+        common = gcd(shape.heads, shape.kv_heads)
+        legal = [i for i in range(1, common + 1) if common % i == 0 and not (shared and i > 1)]
+        why = (
+            f"{' and '.join(shared)} have one head each"
+            if shared
+            else f"{shape.heads} heads | {shape.kv_heads} kv heads"
+        )
+        problems.append(
+            Problem(
+                key="cp.pipeline",
+                what=f"{n} does not divide the heads: {why}",
+                details=(
+                    ("allowed", ", ".join(map(str, legal))),
+                    ("rule", "head groups are equal, and each has kv heads of its own"),
+                ),
+                tries=(f"cp.pipeline={max(i for i in legal if i <= n)}",),
+            )
+        )
+    if problems:
+        raise LayoutError(problems, _source(composition))
+
+
+def _maker(composition: Composition, tensor: str) -> str:
+    return next(f"cp.steps.{s.name}" for s in composition.steps if tensor in s.consumes)
+
+
+def require_any_mask(plan: Plan) -> None:
+    """A plan holds for every mask that a call may bring, where it was proved for the one that shows most.
+
+    What follows from the mask must follow from it last: tokens are dealt before there is a call, and a gather that leaves out what
+    nobody sees must not be followed by a step that brings those keys to other queries.
+
+    Args:
+        plan: proved for one document that fills the sequence.
+
+    Raises:
+        LayoutError: a layout or a step that another mask would make wrong.
+    """
+    composition, problems = plan.composition, []
+    assert composition is not None
+    layout = composition.layout
+    if layout.looks_at_mask:
+        what = f"{layout.kind} deals tokens by their work, and the mask comes with each call, after that"
+        tries = ("layout@cp.layout=zigzag", "'mask.starts=[0,...]'")
+        problems.append(Problem(key="cp.layout", what=what, tries=tries))
+    attends = next(s for s in plan.steps if "out" in s.step.makes)
+    queries = attends.layout_before("q").sequence
+    met = {t.tensor: t.after for t in attends.transfers}
+    for planned in plan.steps:
+        step = planned.step
+        if not step.looks_at_mask:
+            continue
+        others = [
+            t
+            for t in planned.transfers
+            if t.after.sequence != met.get(t.tensor, attends.layout_before(t.tensor)).sequence
+        ]
+        if others or planned.layout_before("q").sequence != queries:
+            what = "leaves out keys that a later step brings to other queries, and what they see comes with each call"
+            rule = ("rule", "with a mask from each call, leaving keys out is the last step that moves tokens")
+            key = f"cp.steps.{step.name}.only"
+            problems.append(Problem(key=key, what=what, details=(rule,), tries=(f"{key}=all",)))
+    if problems:
+        raise LayoutError(problems, _source(composition))
 
 
 def one_copy(out: Layout, shape: Shape) -> None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_engine.plan import BYTES, Plan, counts
+from cp_engine.plan import Plan
 from cp_engine.primitives.attention import Dense
-from cp_engine.primitives.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +17,6 @@ class Totals:
         busiest_link: bytes from one rank to one other, of the pair that has most.
         collectives: that each rank takes part in.
         pairs: visible (query head, query, key) triples that each rank computes, forward.
-        peak_bytes: of the rank that has most: tensors of the call that are alive, saved for backward, or in an exchange, forward.
         idle: ranks without a query or without a head; they only exchange.
     """
 
@@ -26,7 +24,6 @@ class Totals:
     busiest_link: tuple[int, int]
     collectives: tuple[int, int]
     pairs: tuple[int, ...]
-    peak_bytes: int
     idle: tuple[int, ...]
 
     @property
@@ -48,32 +45,16 @@ def totals(plan: Plan) -> Totals:
     ranks = range(plan.degree)
     links = np.zeros((2, plan.degree, plan.degree), dtype=np.int64)
     for planned in plan.steps:
-        if isinstance(planned.step, Exchange):
-            for way, table in enumerate(planned.step.tables(planned, plan)):
-                links[way] += table
+        for way, table in enumerate(planned.step.links(planned, plan)):
+            links[way] += table * plan.pipeline
     attends = [s.layout_before("q") for s in plan.steps if isinstance(s.step, Dense)]
     return Totals(
         sent=(tuple(map(int, links[0].sum(1))), tuple(map(int, links[1].sum(1)))),
         busiest_link=(int(links[0].max()), int(links[1].max())),
-        collectives=(sum(c.collectives[0] for c in plan.costs), sum(c.collectives[1] for c in plan.costs)),
-        pairs=tuple(sum(c.pairs[r] for c in plan.costs) for r in ranks),
-        peak_bytes=_peak(plan),
+        collectives=(
+            plan.pipeline * sum(c.collectives[0] for c in plan.costs),
+            plan.pipeline * sum(c.collectives[1] for c in plan.costs),
+        ),
+        pairs=tuple(plan.pipeline * sum(c.pairs[r] for c in plan.costs) for r in ranks),
         idle=tuple(r for r in ranks if any(not (q.heads[r].count and q.sequence[r].count) for q in attends)),
     )
-
-
-def _peak(plan: Plan) -> int:
-    """The largest sum, over steps, of what is alive before a step and what the step makes."""
-    size = BYTES[plan.shape.dtype]
-    saved = {(t, plan.entry) for t in ("q", "k", "v")}  # the caller's own tensors
-    lse = np.zeros(plan.degree, dtype=np.int64)
-    peak = 0
-    for planned, cost in zip(plan.steps, plan.costs, strict=True):
-        alive = saved | set(planned.before)
-        made = np.array(cost.buffer_bytes, dtype=np.int64)
-        peak = max(peak, int((sum((counts(x, plan.shape, t) * size for t, x in alive), lse) + made).max()))
-        if isinstance(planned.step, Dense):  # q, k, v, out and lse wait for backward
-            out = planned.layout_after("out")
-            saved |= {*planned.before, ("out", out)}
-            lse = made - counts(out, plan.shape, "out") * size
-    return peak

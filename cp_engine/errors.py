@@ -24,7 +24,7 @@ class Problem:
     def lines(self) -> list[str]:
         """The lines below the problem's own, labels aligned."""
         rows = [*self.details, *(("try" if i == 0 else "", line) for i, line in enumerate(self.tries))]
-        width = max((len(label) for label, _ in rows), default=0)
+        width = max([0, *(len(label) for label, _ in rows)])
         return [f"{label:<{width}}  {text}" for label, text in rows]
 
 

@@ -6,32 +6,17 @@ members, the own one included, are one view [P, B, h, s, D] of the tensor:
     before [B, P h, s, D] --view--> [P, B, h, s, D] --collective--> [P, B, h, s, D] --view or one copy--> [B, h, P s, D]
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cp_engine.channel import Channel
 from cp_engine.index_set import Run
 from cp_engine.transfer import Block, Transfer
 
 HEADS, SEQUENCE = 1, 2
-
-
-class Channel(Protocol):
-    """Moves flat buffers inside one group of plan ranks; the calling process is one of them."""
-
-    members: int
-
-    def all_to_all(self, send: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Sends `sent[i]` elements to member i and returns what came in, member by member."""
-
-    def all_to_all_even(self, send: Tensor) -> Tensor:
-        """Sends each member an equal part, itself included, and returns what came in, member by member."""
-
-    def all_gather(self, send: Tensor) -> Tensor:
-        """Everybody's buffer, member by member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +75,10 @@ def _chunks(size: int, n: int) -> list[Run]:
     return [Run(i * (size // n), size // n) for i in range(n)] if size % n == 0 else []
 
 
-def exchange(evens: Sequence[Even], tensors: Sequence[Tensor], channel: Channel, *, is_gather: bool) -> list[Tensor]:
-    """Moves tensors of one dtype in one collective.
+def start(
+    evens: Sequence[Even], tensors: Sequence[Tensor], channel: Channel, *, is_gather: bool
+) -> Callable[[], list[Tensor]]:
+    """Sends tensors of one dtype off in one collective.
 
     Tensors of one shape are stacked: one copy in and one out for all of them.
 
@@ -102,15 +89,15 @@ def exchange(evens: Sequence[Even], tensors: Sequence[Tensor], channel: Channel,
         is_gather: every member gets all of every tensor.
 
     Returns:
-        The tensors after the exchange, contiguous.
+        What waits for the collective and gives the tensors after it, contiguous.
     """
     members = channel.members
     send_all = channel.all_gather if is_gather else channel.all_to_all_even
     if len(tensors) == 1:  # the most frequent case, and the fewest calls
         view = _cut(tensors[0], evens[0].cut, members)
         # reshape keeps a stride of 0 (the gradient of a sum), which c10d refuses on this rank while its peers wait
-        arrived = send_all(view.reshape(-1).contiguous()).view(members, *view.shape[1:])
-        return [_join(arrived, evens[0].join, 0)]
+        one = send_all(view.reshape(-1).contiguous())
+        return lambda: [_join(one.wait().view(members, *view.shape[1:]), evens[0].join, 0)]
     stacks: list[list[Tensor]] = []
     joins: list[int | None] = []
     for x, e in zip(tensors, evens, strict=True):
@@ -122,14 +109,19 @@ def exchange(evens: Sequence[Even], tensors: Sequence[Tensor], channel: Channel,
             joins.append(e.join)
     packed = [torch.stack(views, 1) for views in stacks]
     if len(packed) == 1:
-        arrived = send_all(packed[0].view(-1)).view(members, *packed[0].shape[1:])
-        return list(_join(arrived, joins[0], 1).unbind(0))
-    flat = torch.cat([x.flatten(1) for x in packed], 1)
-    rows = send_all(flat.view(-1)).view(members, -1)
-    out: list[Tensor] = []
-    for part, x, join in zip(rows.split_with_sizes([x[0].numel() for x in packed], 1), packed, joins, strict=True):
-        out += _join(part.view(members, *x.shape[1:]), join, 1).unbind(0)
-    return out
+        pending = send_all(packed[0].view(-1))
+        return lambda: list(_join(pending.wait().view(members, *packed[0].shape[1:]), joins[0], 1).unbind(0))
+    pending = send_all(torch.cat([x.flatten(1) for x in packed], 1).view(-1))
+    shapes = [x.shape[1:] for x in packed]
+
+    def finish() -> list[Tensor]:
+        rows = pending.wait().view(members, -1)
+        out: list[Tensor] = []
+        for part, shape, join in zip(rows.split_with_sizes([s.numel() for s in shapes], 1), shapes, joins, strict=True):
+            out += _join(part.view(members, *shape), join, 1).unbind(0)
+        return out
+
+    return finish
 
 
 def _cut(x: Tensor, dim: int | None, members: int) -> Tensor:

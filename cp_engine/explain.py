@@ -1,14 +1,17 @@
 """Explain: a plan as data, and as a page of text for a person. Both come from the plan's own objects."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
 
 from cp_engine.cost import totals
+from cp_engine.index_set import whole
 from cp_engine.layout import Layout, cut_by, image
-from cp_engine.plan import Plan, PlannedStep
+from cp_engine.memory import TRACED_RANKS, peak
+from cp_engine.plan import SHARED, Plan, PlannedStep, Step
 from cp_engine.primitives import ORDERS
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.exchange import Exchange
@@ -33,21 +36,27 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "mask": plan.mask.kind,
         "layout": plan.order,
         "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
-        "entry": _layout(plan.entry, plan, ("q", "k")),
+        "entry": _layout(plan.entry, plan, plan.inputs[:2]),
+        "pipeline": plan.pipeline,
         "steps": [_step(s, plan, i, device) for i, s in enumerate(plan.steps)],
         "bytes_sent": {**dict(zip(ways, map(max, total.sent), strict=True)), "per_rank": [list(x) for x in total.sent]},
         "link_bytes": dict(zip(ways, total.busiest_link, strict=True)),
         "collectives": dict(zip(ways, total.collectives, strict=True)),
         "score_pairs": {"per_rank": list(total.pairs), "max_over_mean": total.max_over_mean},
-        "peak_bytes": total.peak_bytes,
+        "peak_bytes": None if plan.degree > TRACED_RANKS else asdict(peak(plan, device)),
         "idle_ranks": list(total.idle),
         "fingerprint": plan.fingerprint,
     }
 
 
+def _moved(step: Step) -> tuple[str, ...]:
+    """The tensors that a step leaves in a new layout."""
+    return step.tensors if isinstance(step, Exchange) else step.makes
+
+
 def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str, object]:
     step, cost = planned.step, plan.costs[index]
-    moved = step.tensors if isinstance(step, Exchange) else ("out",)
+    moved = _moved(step)
     out: dict[str, object] = {
         "step": step.name,
         "kind": step.kind,
@@ -57,6 +66,8 @@ def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str
         "collectives": {"forward": cost.collectives[0], "backward": cost.collectives[1]},
         "buffer_bytes": max(cost.buffer_bytes),
     }
+    if isinstance(step, Dense) and step.rotate:
+        out["rotates"] = list(step.rotate)
     if isinstance(step, Exchange) and cost.collectives[0]:
         out["sends"] = "packed" if step.is_packed(planned, plan) else "separate"
     if isinstance(step, Dense):
@@ -66,7 +77,7 @@ def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str
 
 
 def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, object]:
-    shape = plan.shape
+    shape = plan.part
     return {
         "cut": {d: list(cut_by(plan.mesh, layout.of(d))) for d in ("sequence", "heads")},
         "local": {
@@ -102,9 +113,11 @@ def text(plan: Plan, device: str = "cpu") -> str:
     ranks = f"{plan.degree} rank{'s' * (plan.degree != 1)}"
     heads = f"heads {shape.heads}" + (f"|{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
     dims = f"head_dim {shape.head_dim}" + (f"|{shape.v_head_dim}" if shape.v_head_dim != shape.head_dim else "")
+    has_latent = bool(set(plan.inputs) & set(SHARED))
+    latent = f", latent {shape.latent_dim}, rope {shape.rope_dim}" if has_latent else ""
     lines = [
         f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.order}   mask {plan.mask.kind}",
-        f"one call: batch {shape.batch}, sequence {shape.sequence}, {heads}, {dims}, {shape.dtype}",
+        f"one call: batch {shape.batch}, sequence {shape.sequence}, {heads}, {dims}{latent}, {shape.dtype}",
         "",
         _table(plan),
         "",
@@ -115,19 +128,21 @@ def text(plan: Plan, device: str = "cpu") -> str:
 
 
 def _table(plan: Plan) -> str:
-    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 3, 0, 0))
-    for name in ("step", "layout after", "local shape", "sent, forward", "backward"):
+    table = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
+    shape = "local shape" if plan.pipeline == 1 else "local shape, one group"
+    for name in ("step", "layout after", shape, "sent, forward", "backward"):
         table.add_column(name, no_wrap=True, overflow="ignore")
     entry = plan.entry
-    table.add_row("(input)", _cuts(entry, plan), _shapes(entry, plan, ("q", "k", "v")), "", "")
+    names = ",".join(plan.inputs)
+    table.add_row("(input)", f"{names}: {_cuts(entry, plan)}", _shapes(entry, plan, plan.inputs), "", "")
     for planned, cost in zip(plan.steps, plan.costs, strict=True):
-        moved = planned.step.tensors if isinstance(planned.step, Exchange) else ("out",)
+        moved = _moved(planned.step)
         layout = planned.layout_after(moved[0])
         table.add_row(
             f"{planned.step.name}",
             f"{','.join(moved)}: {_cuts(layout, plan)}",
             _shapes(layout, plan, moved),
-            *(_bytes(max(cost.bytes_sent[way])) if cost.collectives[way] else "-" for way in (0, 1)),
+            *(_bytes(max(cost.bytes_sent[way]) * plan.pipeline) if cost.collectives[way] else "-" for way in (0, 1)),
         )
     console = Console(file=StringIO(), width=1000, color_system=None)  # never cut; a terminal may wrap
     console.print(table)
@@ -143,26 +158,29 @@ def _cuts(layout: Layout, plan: Plan) -> str:
         axes = cut_by(plan.mesh, layout.of(dim))
         order = _order(layout, plan) if axes and dim == "sequence" else "contiguous"
         order = "" if order == "contiguous" else f" ({order})"
-        parts.append(short + (f"/{axes[0]}" if len(axes) == 1 else f"/({','.join(axes)})" if axes else "") + order)
+        parts.append(short + (f"/{','.join(axes)}" if axes else "") + order)
     return " ".join(parts)
 
 
 def _order(layout: Layout, plan: Plan) -> str:
     """How the tokens of a layout are dealt, in the words of the layout group."""
     if layout.sequence == plan.entry.sequence:
-        return plan.order
+        return plan.order.split()[0]  # over which axes, the first line says
+    axes = cut_by(plan.mesh, layout.sequence)
     for kind, order in ORDERS.items():
-        if order().spread(plan.mesh, plan.shape.sequence) == layout.sequence:
+        if order().divide(plan.mesh, [whole(plan.shape.sequence)] * plan.degree, axes, plan.mask) == layout.sequence:
             return kind
-    return "mixed"
+    is_dealt = sum(layout.sequence[r].count for r in plan.mesh.groups(axes)[0]) <= plan.shape.sequence
+    return "mixed" if is_dealt else "needed"  # ranks hold the same positions: those that their queries see
 
 
 def _shapes(layout: Layout, plan: Plan, tensors: Sequence[str]) -> str:
-    shape = plan.shape
+    shape = plan.part
     heads = list(
         dict.fromkeys(str(span([image(h, shape.heads_per_head(t)).count for h in layout.heads])) for t in tensors)
     )
-    widths = "|".join(dict.fromkeys(str(shape.width(t)) for t in tensors))
+    each = [str(shape.width(t)) for t in tensors]
+    widths = "|".join(each if set(tensors) & set(SHARED) else dict.fromkeys(each))
     return f"[{shape.batch}, {'|'.join(heads)}, {span([s.count for s in layout.sequence])}, {widths}]"
 
 
@@ -172,15 +190,24 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
         step = planned.step
         if isinstance(step, Dense):
             kernel, reason = step.kernel_for(plan.shape, device)
-            facts.append(("kernel", f"{step.name}: {kernel.name} ({reason})"))
+            sinks = ", with sinks" if step.sinks else ""
+            facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
-        assert isinstance(planned.step, Exchange)
-        n, m = cost.collectives
-        packed = planned.step.is_packed(planned, plan)
-        how = "tensors of one dtype together" if packed else "each tensor alone"
-        how += f": {', '.join(t.tensor for t in planned.transfers)}"
-        facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
+        n, m = (c * plan.pipeline for c in cost.collectives)
+        if isinstance(planned.step, Exchange):
+            packed = planned.step.is_packed(planned, plan)
+            how = "tensors of one dtype together" if packed else "each tensor alone"
+            how += f": {', '.join(t.tensor for t in planned.transfers)}"
+            facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
+        elif isinstance(planned.step, Dense):
+            axes = " and ".join(planned.step.rotate)
+            hops = f"{n} hop{'s' * (n != 1)}"
+            how = f"{hops} around {axes} while blocks are attended to; {m} backward, with gradients"
+            facts.append(("rotation", f"{planned.step.name}: {how}"))
+    if plan.pipeline > 1:
+        group = f"{plan.part.heads}|{plan.part.kv_heads}" if plan.part.group_size > 1 else f"{plan.part.heads}"
+        facts.append(("pipeline", f"{plan.pipeline} groups of {group} heads: one computes while others travel"))
     total = totals(plan)
     if moving:
         sent, links = [_bytes(max(x)) for x in total.sent], [_bytes(x) for x in total.busiest_link]
@@ -189,9 +216,12 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
     most = f", rank {total.pairs.index(max(total.pairs))} has most" if total.max_over_mean > 1.005 else ""
     work = f"{sum(total.pairs):,} score pairs; max/mean over ranks {total.max_over_mean:.2f}{most}"
     facts.append(("work", work))
-    facts.append(
-        ("memory", f"{_bytes(total.peak_bytes)} at most on a rank in forward: q, k, v, out, lse and exchange buffers")
-    )
+    if plan.degree <= TRACED_RANKS:
+        held = peak(plan, device)
+        sizes = (
+            f"{_bytes(held.forward)} forward, {_bytes(held.backward)} backward, {_bytes(held.kept)} kept between them"
+        )
+        facts.append(("memory", f"{sizes}, beside the call's own tensors"))
     if total.idle:
         shown = ", ".join(map(str, total.idle[:8])) + (
             f" and {len(total.idle) - 8} more" if len(total.idle) > 8 else ""

@@ -3,7 +3,7 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,13 +12,18 @@ import numpy as np
 from cp_engine.errors import CPError, LayoutError
 from cp_engine.layout import Layout, Mesh, image
 from cp_engine.mask import Mask
-from cp_engine.transfer import Transfer
+from cp_engine.transfer import Table, Transfer
 
 if TYPE_CHECKING:
+    from cp_engine.check import Composition
     from cp_engine.lower import Operation, Target
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """dtype -> bytes of one element."""
+
+
+SHARED = ("kv_latent", "k_rope")
+"""Tensors with one head that serves all query heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Shape:
         head_dim: of q and k.
         v_head_dim: of v and out.
         dtype: a key of BYTES.
+        latent_dim: of the latent that k and v are expanded from; 0 where there is none.
+        rope_dim: of the rotary key that all heads share, part of head_dim; 0 where there is none.
     """
 
     batch: int
@@ -42,6 +49,8 @@ class Shape:
     head_dim: int
     v_head_dim: int
     dtype: str
+    latent_dim: int = 0
+    rope_dim: int = 0
 
     @property
     def group_size(self) -> int:
@@ -50,11 +59,14 @@ class Shape:
 
     def heads_per_head(self, tensor: str) -> int:
         """q heads per head of a tensor."""
+        if tensor in SHARED:
+            return self.heads
         return self.group_size if tensor in ("k", "v") else 1
 
     def width(self, tensor: str) -> int:
         """Elements per (head, position) of a tensor."""
-        return self.head_dim if tensor in ("q", "k") else self.v_head_dim
+        widths = {"q": self.head_dim, "k": self.head_dim, "kv_latent": self.latent_dim, "k_rope": self.rope_dim}
+        return widths.get(tensor, self.v_head_dim)
 
 
 class Refused(Exception):
@@ -88,11 +100,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passed:
-    """An exchange that a tensor went through: the step's name, its axes and the layout before it."""
+    """An exchange that a tensor went through: the step's name, its axes and the layout before it.
+
+    Args:
+        whole: the field and value with which it would have left nothing out; empty where it left nothing out.
+    """
 
     step: str
     axes: tuple[str, ...]
     before: Layout
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +164,21 @@ class Step(ABC):
     """
 
     kind: ClassVar[str]
+    consumes: ClassVar[tuple[str, ...]] = ()
+    """Tensors that it needs and that end with it; those that no earlier step makes come with the call."""
+    makes: ClassVar[tuple[str, ...]] = ()
+    """Tensors that there are from it on."""
     name: str
+
+    @property
+    def looks_at_mask(self) -> bool:
+        """Whether the step leaves out keys that the mask hides."""
+        return False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Parameters of the model that it needs, with one row per query head."""
+        return ()
 
     @abstractmethod
     def infer(self, state: State) -> "tuple[State, tuple[Transfer, ...]]":
@@ -165,6 +196,11 @@ class Step(ABC):
     def lower(self, planned: "PlannedStep", plan: "Plan", target: "Target") -> "Operation":
         """The step as something to run on the target's ranks: forward, and its adjoint as backward."""
 
+    def links(self, planned: "PlannedStep", plan: "Plan") -> tuple[Table, Table]:
+        """Bytes from rank to rank, forward and backward; what a rank keeps is not counted."""
+        nothing = np.zeros((plan.degree, plan.degree), dtype=np.int64)
+        return nothing, nothing
+
     @property
     def used_axes(self) -> tuple[str, ...]:
         """The mesh axes that the step's own fields name."""
@@ -177,7 +213,7 @@ class PlannedStep:
 
     Args:
         before, after: tensor name and layout pairs.
-        transfers: one per tensor that moves; empty for attention.
+        transfers: one per tensor that moves; for a rotation, the gather that a full turn amounts to.
     """
 
     step: Step
@@ -199,8 +235,13 @@ class Plan:
     Args:
         name: the preset's name, for people.
         order: how the model's tokens are dealt, for people, such as `zigzag over ring`.
-        entry: the layout of q, k, v and of the result.
-        recompute: what activation checkpointing repeats; `all` is everything.
+        entry: the layout of the inputs and of the result, in the heads of one head group.
+        inputs: tensors that the call brings, in this order.
+        parameters: parameters of the model that the call brings.
+        recompute: what activation checkpointing repeats; `all` is everything, `skip_attention` all but the composition.
+        pipeline: head groups that run one after the other, so that one travels while another computes.
+        is_mask_from_call: whether each call brings its own mask, and `mask` stands for it.
+        composition: what was proved, to be proved again for the mask of a call.
     """
 
     name: str
@@ -210,7 +251,17 @@ class Plan:
     order: str
     entry: Layout
     steps: tuple[PlannedStep, ...]
+    inputs: tuple[str, ...] = ("q", "k", "v")
+    parameters: tuple[str, ...] = ()
     recompute: str = "all"
+    pipeline: int = 1
+    is_mask_from_call: bool = False
+    composition: "Composition | None" = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def part(self) -> Shape:
+        """The call of one head group, which the steps are planned for."""
+        return part_of(self.shape, self.pipeline)
 
     @property
     def degree(self) -> int:
@@ -232,7 +283,13 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash that is equal on ranks whose plans are equal."""
         steps = [(repr(s.step), hash_of(s.after)) for s in self.steps]
-        return hashlib.sha256(repr((self.mesh, self.shape, self.mask, self.order, steps)).encode()).hexdigest()[:16]
+        rest = (self.mesh, self.shape, self.mask, self.order, self.pipeline, self.recompute)
+        return hashlib.sha256(repr((*rest, steps)).encode()).hexdigest()[:16]
+
+
+def part_of(shape: Shape, groups: int) -> Shape:
+    """The call of one of several equal head groups."""
+    return replace(shape, heads=shape.heads // groups, kv_heads=shape.kv_heads // groups)
 
 
 def hash_of(layouts: tuple[tuple[str, Layout], ...]) -> str:

@@ -220,12 +220,20 @@ class Reader:
         if f.type in (int, float, bool):  # fields of primitives that other packages add
             fits = isinstance(value, (int, float) if f.type is float else f.type)
             if not fits or (isinstance(value, bool) and f.type is not bool):
-                self.add(key, f"must be {f.type.__name__}, not {value!r}")
+                allowed = {bool: "true, false", int: "whole numbers", float: "numbers"}[f.type]
+                tries = (f"{key}={str(f.default).lower()}",) if f.default is not MISSING else ()
+                self.add(key, f"must be {f.type.__name__}, not {value!r}", (("allowed", allowed),), tries)
+            elif isinstance(value, int) and value < rule.get("least", value):
+                self.add(key, f"is {value}, less than {rule['least']}", tries=(f"{key}={f.default}",))
             return value
         names = self.names(key, value)
         if names is not None:
-            if len(names) < rule.get("min_length", 0) or len(set(names)) != len(names):
-                self.add(key, f"[{', '.join(names)}] must name at least one, each once")
+            if len(names) < rule.get("min_length", 0):
+                self.add(key, "[] names nothing", (("rule", "at least one, each once"),))
+            once = list(dict.fromkeys(names))
+            if once != list(names):
+                what = f"[{', '.join(names)}] names one of them twice"
+                self.add(key, what, (("rule", "each once"),), (f"'{key}=[{','.join(once)}]'",))
             if f.name in ("axes", "over", "rotate"):
                 for axis in names:
                     if axis not in mesh.axes:

@@ -4,13 +4,15 @@ Source of the idea that every exchange is one uneven all-to-all: the sub-box int
 MPI_Alltoallw; all_gather is a fast path for even, complete gathers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from cp_engine.even import Channel, Even, even, exchange
+from cp_engine.channel import Channel, Pending
+from cp_engine.even import Even, even
+from cp_engine.even import start as start_even
 from cp_engine.index_set import Run
 from cp_engine.layout import Layout
 from cp_engine.transfer import Block, Transfer
@@ -130,30 +132,50 @@ class Redistribution:
                     heads_, sequence_ = sizes(t, rank, t.result)
                     self._received += [_piece(t.tensor, i, _to(b, heads_, sequence_), b) for b in t.blocks(peer, rank)]
 
-    def __call__(self, values: Values) -> Values:
-        """Moves the tensors of the step.
+    def start(self, values: Values) -> Callable[[], Values]:
+        """Sends off what leaves this process.
 
         Args:
             values: per tensor and local rank, [B, H, S, D] in the layout before.
 
         Returns:
-            The same tensors in the layout after, contiguous.
+            What waits for the rest and gives the same tensors in the layout after, contiguous.
         """
-        if self._channel is not None and self._evens:
-            results: Values = {}
-            for names, evens in zip(self._names, self._evens, strict=True):
-                moved = exchange(evens, [values[n][0] for n in names], self._channel, is_gather=self._is_gather)
-                for name, x in zip(names, moved, strict=True):
-                    results[name] = [x]
-            return results
+        channel = self._channel
+        if channel is None:
+            return lambda: {name: self._local(self._results[name], values[name]) for name in self._tensors}
+        if self._evens:
+            waits = [
+                start_even(evens, [values[n][0] for n in names], channel, is_gather=self._is_gather)
+                for names, evens in zip(self._names, self._evens, strict=True)
+            ]
+            return lambda: {
+                n: [x]
+                for names, wait in zip(self._names, waits, strict=True)
+                for n, x in zip(names, wait(), strict=True)
+            }
+        batch = values[self._tensors[0]][0].shape[0]
+        if batch not in self._bundles:  # a pure function: ranks cannot disagree on whether to exchange
+            self._bundles[batch] = [self._bundle(names, values) for names in self._names]
+        sent = [self._send(bundle, values, channel) for bundle in self._bundles[batch]]
         results = {name: self._local(self._results[name], values[name]) for name in self._tensors}
-        if self._channel is not None:
-            batch = values[self._tensors[0]][0].shape[0]
-            if batch not in self._bundles:  # a pure function: ranks cannot disagree on whether to exchange
-                self._bundles[batch] = [self._bundle(names, values) for names in self._names]
-            for bundle in self._bundles[batch]:
-                self._exchange(bundle, values, results, self._channel)
-        return results
+
+        def finish() -> Values:
+            for bundle in self._bundles[batch]:  # a buffer is let go when it is unpacked
+                self._unpack(bundle, sent.pop(0).wait(), results)
+            return results
+
+        return finish
+
+    @property
+    def sizes(self) -> dict[str, list[tuple[int, int]]]:
+        """Heads and positions of each tensor on each local rank, after the exchange."""
+        return {name: [(r.heads, r.sequence) for r in results] for name, results in self._results.items()}
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing leaves this process."""
+        return self._channel is None
 
     def _local(self, ranks: list[_Result], sources: list[Tensor]) -> list[Tensor]:
         """Fresh tensors with what comes from ranks of this process."""
@@ -192,21 +214,28 @@ class Redistribution:
         received, per_source = laid_out(self._received, sum(per_peer) if self._is_gather else -1)
         return _Bundle(names, tuple(sent), tuple(received), sum(per_peer), per_peer, per_source)
 
-    def _exchange(self, bundle: _Bundle, values: Values, results: Values, channel: Channel) -> None:
+    def _send(self, bundle: _Bundle, values: Values, channel: Channel) -> Pending:
         send = values[bundle.names[0]][0].new_empty(bundle.leaving)
         for tensor, box, size, stride, offset in bundle.sent:
             send.as_strided(size, stride, offset).copy_(box.of(values[tensor][0]))
-        buffer = (
-            channel.all_gather(send)
-            if self._is_gather
-            else channel.all_to_all(send, bundle.per_peer, bundle.per_source)
-        )
+        if self._is_gather:
+            return channel.all_gather(send)
+        return channel.all_to_all(send, bundle.per_peer, bundle.per_source)
+
+    def _unpack(self, bundle: _Bundle, buffer: Tensor, results: Values) -> None:
         for tensor, box, size, stride, offset in bundle.received:
             view, place = buffer.as_strided(size, stride, offset), box.of(results[tensor][0])
             if self._results[tensor][0].is_summed:
                 place.add_(view)
             else:
                 place.copy_(view)
+
+
+def _finished(names: Sequence[tuple[str, ...]], waits: list[Callable[[], list[Tensor]]]) -> Values:
+    results: Values = {}
+    for together in names:  # a buffer is let go when its tensors are made of it
+        results.update((n, [x]) for n, x in zip(together, waits.pop(0)(), strict=True))
+    return results
 
 
 def sizes(transfer: Transfer, rank: int, layout: Layout) -> tuple[int, int]:

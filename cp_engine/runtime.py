@@ -1,23 +1,26 @@
 """Runtime: a plan on real ranks, as a context manager around a model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
 from typing import overload
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine import gradients
-from cp_engine.attach import Site, attach, detach, find
+from cp_engine.attach import Site, attach, detach
 from cp_engine.c10d import GroupCommunicator, connect
+from cp_engine.call import Call, Carried
 from cp_engine.errors import CallError, Problem
 from cp_engine.index_set import whole
 from cp_engine.layout import Layout
-from cp_engine.lower import ExchangeOperation, Program
+from cp_engine.lower import ExchangeOperation, Memo
+from cp_engine.mask import Mask
 from cp_engine.plan import Plan
+from cp_engine.planned import PlannedAttention
 from cp_engine.redistribute import Target
+from cp_engine.sites import find
 from cp_engine.tokens import Unshard, take
 from cp_engine.transfer import Transfer
 
@@ -46,8 +49,7 @@ class ContextParallel:
             self._communicator, self.rank = connect(plan, mesh)
         self.device = device or (mesh.device_type if mesh is not None else "cpu")
         self._target = Target(ranks=(self.rank,), device=self.device, communicator=self._communicator)
-        self._program = Program(plan, self._target)
-        self._dtype = getattr(torch, plan.shape.dtype)
+        self._attention = PlannedAttention(plan, self._target)
         self._sites: dict[int, Site] = {}
         self._summed: dict[int, Tensor] = {}
         self._summed_at = -1
@@ -76,8 +78,8 @@ class ContextParallel:
         """
         self._require_open()
         with ExitStack() as undo:
-            sites = [attach(m) for m in find(modules)]
-            before = sum(s.calls for s in sites)
+            sites = [attach(m, binding) for m, binding in find(modules, self.plan.inputs)]
+            before = sum(s.calls for s in sites) + self._attention.runs_in_graphs
             for site in sites:
                 self._sites[id(site.module)] = site
                 if not any(e is self for e in site.users):
@@ -85,7 +87,7 @@ class ContextParallel:
                 site.active.append(self)
                 undo.callback(site.leave, self)
             yield self
-            if sum(s.calls for s in sites) == before:
+            if sum(s.calls for s in sites) + self._attention.runs_in_graphs == before:
                 what = f"no attention call of {', '.join(type(m).__name__ for m in modules)} was intercepted"
                 raise CallError(
                     [Problem(key="context", what=what, details=(("rule", "the model runs inside the block"),))],
@@ -101,6 +103,8 @@ class ContextParallel:
         scale: float | None = None,
         is_causal: bool = True,
         enable_gqa: bool = False,
+        mask: Mask | Mapping[str, object] | str | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attends over the whole sequence, from this rank's tokens.
 
@@ -111,6 +115,8 @@ class ContextParallel:
             scale: factor on the scores; None is D ** -0.5.
             is_causal: must agree with the mask that the plan was proved for.
             enable_gqa: whether K may be less than H.
+            mask: a mask or its configuration, over the whole sequence; it wins over `is_causal`.
+            sinks: [H], where the plan has sinks.
 
         Returns:
             [B, H, S_local, Dv], in q's dtype.
@@ -118,58 +124,33 @@ class ContextParallel:
         Raises:
             CallError: the call differs from what the plan was proved for.
         """
+        carried: Carried = is_causal if mask is None else mask
+        parameters = {} if sinks is None else {"sinks": sinks}
+        tensors = {"q": q, "k": k, "v": v}
+        return self.attend(
+            Call(tensors=tensors, parameters=parameters, scale=scale, mask=carried, enable_gqa=enable_gqa)
+        )[0]
+
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
+        """One call of an attached module, or of one's own with tensors that are not q, k and v.
+
+        Args:
+            call: local tensors and what the call says about them.
+            passed: in a recompute, what the passes that it may repeat have left.
+
+        Returns:
+            [B, H, S_local, Dv], and what a recompute may use (None where the plan recomputes everything).
+
+        Raises:
+            CallError: the call differs from what the plan was proved for.
+        """
         if self._is_closed:
             self._require_open()
-        shape = self.plan.shape
-        local = self.plan.entry.sequence[self.rank].count
-        batch = q.shape[0]
-        expected = (
-            (batch, shape.heads, local, shape.head_dim),
-            (batch, shape.kv_heads, local, shape.head_dim),
-            (batch, shape.kv_heads, local, shape.v_head_dim),
-        )
-        if (
-            (q.shape, k.shape, v.shape) != expected
-            or is_causal != (self.plan.mask.kind == "causal")
-            or not (q.dtype == k.dtype == v.dtype == self._dtype)
-            or not (enable_gqa or shape.kv_heads == shape.heads)
-        ):
-            raise CallError(self._differences((q, k, v), expected, is_causal, enable_gqa), self.plan.name)
-        return self._program([q], [k], [v], shape.head_dim**-0.5 if scale is None else scale)[0]
+        return self._attention.attend(call, passed)
 
-    def _differences(
-        self, tensors: Sequence[Tensor], expected: Sequence[tuple[int, ...]], is_causal: bool, enable_gqa: bool
-    ) -> list[Problem]:
-        rule = ("rule", "a plan runs the call that it was proved for")
-        problems = []
-        for name, x, wanted in zip("qkv", tensors, expected, strict=True):
-            if tuple(x.shape) != wanted:
-                problems.append(
-                    Problem(
-                        key=f"call.{name}",
-                        what=f"is {list(x.shape)}, and the plan is for {list(wanted)}",
-                        details=(rule,),
-                    )
-                )
-            if x.dtype != self._dtype:
-                what = f"is {x.dtype}, and the plan is for {self.plan.shape.dtype}"
-                problems.append(
-                    Problem(key=f"call.{name}", what=what, details=(rule,), tries=(f"shape.dtype={str(x.dtype)[6:]}",))
-                )
-        if is_causal != (self.plan.mask.kind == "causal"):
-            what = f"is {is_causal}, and the plan was proved for the mask {self.plan.mask.kind}"
-            problems.append(
-                Problem(
-                    key="call.is_causal",
-                    what=what,
-                    details=(rule,),
-                    tries=(f"mask={'causal' if is_causal else 'full'}",),
-                )
-            )
-        if not enable_gqa and self.plan.shape.kv_heads != self.plan.shape.heads:
-            what = f"is False, with {self.plan.shape.heads} heads and {self.plan.shape.kv_heads} kv heads"
-            problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))
-        return problems
+    def attend_compiled(self, call: Call) -> Tensor:
+        """The same while torch.compile traces the model."""
+        return self._attention.attend_compiled(call)
 
     # -------------------------------------------------------------- tokens
     @overload
@@ -248,7 +229,7 @@ class ContextParallel:
         self._require_open()
         communicator = self._communicator
         problems = gradients.refusals(model, set(communicator.ranks) if communicator else {0}, self._summed)
-        if self._program.backwards == self._summed_at and not problems:
+        if self._attention.backwards == self._summed_at and not problems:
             what = "no backward has gone through this engine since gradients were summed"
             problems.append(Problem(key="sum_gradients", what=what, details=(gradients.ONCE,)))
         if problems:
@@ -257,7 +238,7 @@ class ContextParallel:
         if communicator is not None:
             gradients.reduce(parameters, communicator.groups[tuple(range(self.plan.degree))], self.device)
         self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
-        self._summed_at = self._program.backwards
+        self._summed_at = self._attention.backwards
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -266,7 +247,7 @@ class ContextParallel:
             )
 
     def close(self) -> None:
-        """Removes the inert wrappers and destroys the process groups that were made for the plan.
+        """Removes the inert wrappers; process groups stay, for the next engine over the same ranks, until their world ends.
 
         Close when no backward is left to run: a checkpoint that recomputes later would find the module as it was before.
 
@@ -282,5 +263,3 @@ class ContextParallel:
             detach(site, self)
         self._sites.clear()
         self._is_closed = True
-        if self._communicator is not None:
-            self._communicator.close()

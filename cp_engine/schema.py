@@ -3,13 +3,17 @@
 Every name, type and value is checked here, and all problems are reported together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from cp_engine.check import Composition, prove
+from cp_engine.check import Composition, prove, require_any_mask
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.mask import Mask, mask_of
+from cp_engine.mask import Mask, is_from_call, mask_of
 from cp_engine.plan import BYTES, Plan, Shape
 from cp_engine.reader import Reader
+
+RECOMPUTE = ("all", "skip_attention")
+"""What activation checkpointing may repeat."""
 
 KEYS = ("name", "mesh", "axes", "order", "steps", "layout", "degree", "pipeline", "recompute")
 
@@ -37,7 +41,11 @@ def plan_from_config(
     """
     composition = read(cp, world_degree)
     check_shape(shape)
-    return prove(composition, shape, mask_of(mask, shape.sequence))
+    plan = prove(composition, shape, mask_of(mask, shape.sequence))
+    if isinstance(mask, Mask) or not is_from_call(mask):
+        return plan
+    require_any_mask(plan)
+    return replace(plan, is_mask_from_call=True)
 
 
 def degree_of(cp: Mapping[str, object]) -> int:
@@ -51,6 +59,9 @@ def degree_of(cp: Mapping[str, object]) -> int:
 
 def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
     """The typed composition; raises ConfigError with every problem."""
+    unnamed = list(_unnamed(cp, "cp"))
+    if unnamed:
+        raise ConfigError(unnamed)
     if "steps" not in cp or "order" not in cp:
         what = "no composition is chosen" if "steps" not in cp else "the list of its steps is missing"
         raise ConfigError(
@@ -69,8 +80,10 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
     mesh = reader.mesh(cp, world_degree)
     steps = reader.steps(cp, mesh)
     layout = reader.layout(cp, mesh)
-    reader.one_of("cp.recompute", cp.get("recompute", "all"), ("all",))
-    reader.one_of("cp.pipeline", cp.get("pipeline", 1), (1,))
+    reader.one_of("cp.recompute", cp.get("recompute", "all"), RECOMPUTE)
+    pipeline = cp.get("pipeline", 1)
+    if not isinstance(pipeline, int) or isinstance(pipeline, bool) or pipeline < 1:
+        reader.add("cp.pipeline", f"must be a number of head groups, not {pipeline!r}", tries=("cp.pipeline=1",))
     if not reader.problems and layout is not None:
         used = {a for s in steps for a in s.used_axes} | set(layout.over or ())
         for axis in mesh.axes:
@@ -83,7 +96,18 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
                 )
     if reader.problems or layout is None:
         raise ConfigError(reader.problems, f"cp={cp.get('name') or 'composition'}")
-    return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=str(cp.get("recompute", "all")))
+    recompute = str(cp.get("recompute", "all"))
+    assert isinstance(pipeline, int)
+    return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=recompute, pipeline=pipeline)
+
+
+def _unnamed(node: Mapping[str, object], where: str) -> Iterator[Problem]:
+    """Keys that YAML allows and that name nothing, such as `1: 2`."""
+    for key, value in node.items():
+        if not isinstance(key, str):
+            yield Problem(key=f"{where}.{key}", what=f"must be a name, not {key!r}")
+        elif isinstance(value, Mapping):
+            yield from _unnamed(value, f"{where}.{key}")
 
 
 def check_shape(shape: Shape) -> None:
@@ -93,6 +117,12 @@ def check_shape(shape: Shape) -> None:
         value = getattr(shape, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             reader.add(f"shape.{key}", f"must be a whole number of at least 1, not {value!r}")
+    for key in ("latent_dim", "rope_dim"):
+        value = getattr(shape, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            reader.add(f"shape.{key}", f"must be a whole number, 0 or more, not {value!r}")
+    if not reader.problems and shape.rope_dim > shape.head_dim:
+        reader.add("shape.rope_dim", f"is {shape.rope_dim}, and a whole key has head_dim {shape.head_dim}")
     reader.one_of("shape.dtype", shape.dtype, tuple(BYTES))
     if not reader.problems and shape.heads % shape.kv_heads:
         legal = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]

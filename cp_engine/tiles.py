@@ -7,14 +7,16 @@
 Lowering goes by index difference: two stripes of one step see each other as a causal square, whatever their positions are.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 
 import numpy as np
 
-from cp_engine.index_set import IndexSet, Run, run
-from cp_engine.mask import Band, Mask, classes
+from cp_engine.band import Band, classes
+from cp_engine.index_set import IndexSet, Run
+from cp_engine.mask import Mask
 
 ROWS = 128
 """Queries of one partial tile: a mask of ROWS x keys is small beside the tensors, and a kernel still fills its vector units."""
@@ -29,6 +31,7 @@ class Tile:
         kind: `full`, `causal` or `partial`.
         low, high: for `partial`, the visible range of i - j.
         is_first: whether its queries have no result yet, so that it writes instead of merging.
+        block: which of the key blocks it attends to, where keys arrive one block after the other.
     """
 
     q: Run
@@ -37,11 +40,17 @@ class Tile:
     low: int = 0
     high: int = 0
     is_first: bool = False
+    block: int = 0
 
     @property
     def pairs(self) -> int:
         """Pairs that the kernel looks at, visible or not, for one head."""
         return self.q.count * (self.q.count + 1) // 2 if self.kind == "causal" else self.q.count * self.k.count
+
+    @property
+    def has_blind_queries(self) -> bool:
+        """Whether some query of the tile sees none of its keys; known from numbers, so that no device has to be asked."""
+        return self.kind == "partial" and (self.low > 0 or self.high < self.q.count - self.k.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +77,34 @@ def tiling(queries: IndexSet, keys: IndexSet, mask: Mask) -> Tiling:
     Returns:
         The tiles; empty ones are left out.
     """
-    found: list[Tile] = []
-    for band in mask.bands:
-        found += _whole(queries, keys, band) or [
-            t for q, k in _aligned(queries, keys, band) for t in _pieces(*q, *k, band)
-        ]
+    return tiling_of_blocks(queries, (keys,), mask)
+
+
+def tiling_of_blocks(queries: IndexSet, blocks: Sequence[IndexSet], mask: Mask) -> Tiling:
+    """The same for keys that arrive block by block: tiles in the order of the blocks, over one result.
+
+    Args:
+        queries: positions of the local queries, in local order.
+        blocks: positions of the keys of each block, in its local order; no position is in two blocks.
+        mask: what is visible.
+
+    Returns:
+        The tiles; a block that nobody sees has none.
+    """
     written = np.zeros(queries.count, dtype=bool)
     tiles, is_complete = [], True
-    for t in _coalesced(found):
-        rows = written[t.q.slice()]
-        is_first = not rows.any()
-        is_complete &= is_first or bool(rows.all())  # a tile over rows in both states merges with lse -inf
-        rows[:] = True
-        tiles.append(Tile(t.q, t.k, t.kind, t.low, t.high, is_first))
+    for block, keys in enumerate(blocks):
+        found: list[Tile] = []
+        for band in mask.bands:
+            found += _whole(queries, keys, band) or [
+                t for q, k in _aligned(queries, keys, band) for t in _pieces(*q, *k, band)
+            ]
+        for t in _coalesced(found):
+            rows = written[t.q.slice()]
+            is_first = not rows.any()
+            is_complete &= is_first or bool(rows.all())  # a tile over rows in both states merges with lse -inf
+            rows[:] = True
+            tiles.append(replace(t, is_first=is_first, block=block))
     return Tiling(tuple(tiles), is_complete and bool(written.all()))
 
 
@@ -165,18 +189,23 @@ def _block(q: Run, k: Run, low: int, high: int) -> Tile:
 
 
 def _coalesced(tiles: list[Tile]) -> list[Tile]:
-    """Full tiles over the same queries whose keys follow each other, as one call."""
+    """Full tiles that lie side by side as one call: first those over the same queries, then those over the same keys."""
     out: list[Tile] = []
     for t in tiles:
-        before = out[-1] if out else None
-        if (
-            before is not None
-            and before.kind == t.kind == "full"
-            and before.q == t.q
-            and before.k.step == t.k.step == 1
-            and before.k.stop == t.k.start
-        ):
-            out[-1] = Tile(t.q, run(before.k.start, before.k.count + t.k.count), "full")
+        before = out[-1] if out else t
+        if before.kind == t.kind == "full" and before.q == t.q and _follows(before.k, t.k):
+            out[-1] = Tile(t.q, Run(before.k.start, before.k.count + t.k.count), "full")
+        else:
+            out.append(t)
+    tiles, out = out, []
+    for t in tiles:
+        before = out[-1] if out else t
+        if before.kind == t.kind == "full" and before.k == t.k and _follows(before.q, t.q):
+            out[-1] = Tile(Run(before.q.start, before.q.count + t.q.count), t.k, "full")
         else:
             out.append(t)
     return out
+
+
+def _follows(a: Run, b: Run) -> bool:
+    return a.step == b.step == 1 and a.stop == b.start

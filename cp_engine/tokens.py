@@ -1,5 +1,7 @@
 """Tokens: this rank's part of whole tensors, and whole tensors from every rank's part."""
 
+from collections import deque
+
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
@@ -16,13 +18,13 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
         ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
         values: Values = {"x": [x]}
-        operation.forward(values, 1.0)
+        deque(operation.forward(values, 1.0), maxlen=0)  # nothing else computes meanwhile
         return values["x"][0]
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         grads: Values = {"x": [grad]}
-        ctx.operation.backward(grads, (), 1.0)  # type: ignore[attr-defined]
+        deque(ctx.operation.backward(grads, (), 1.0), maxlen=0)  # type: ignore[attr-defined]
         return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
 
 

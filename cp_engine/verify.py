@@ -19,8 +19,9 @@ BOUND = 1e-12
 LONGEST = 4096
 """Longest sequence in tokens: the reference builds scores of heads x sequence x sequence elements."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
-"""(q, k, v, dout), whole and in float64 -> out, dq, dk, dv of the local ranks' tokens, put together along dim 2."""
+Attend = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
+"""(inputs, dout), whole and in float64 -> out and the gradient `d` + name of every input: of tensors the local ranks' tokens, put
+together along dim 2, of parameters the sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,35 +57,65 @@ def inputs(shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return q, k, v, dout
 
 
-def compare(attend: Attend, held: Sequence[IndexSet], shape: Shape, mask: Mapping[str, object]) -> list[Row]:
+def inputs_of(plan: Plan, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+    """Every input of a plan, whole and in float64, and a random upstream gradient; equal on every rank that asks.
+
+    Args:
+        plan: whose tensors and parameters are made.
+        seed: of the random numbers.
+
+    Returns:
+        Tensors [B, heads, S, width] and parameters by name, and dout [B, H, S, Dv].
+    """
+    shape = plan.shape
+    q, k, v, dout = inputs(shape, seed)
+    made = {"q": q, "k": k, "v": v}
+    generator = torch.Generator().manual_seed(seed + 1)
+    others = {
+        "kv_latent": (shape.batch, 1, shape.sequence, shape.latent_dim),
+        "k_rope": (shape.batch, 1, shape.sequence, shape.rope_dim),
+        "kv_up": (shape.heads, shape.head_dim - shape.rope_dim + shape.v_head_dim, shape.latent_dim),
+        "sinks": (shape.heads,),
+    }
+    for name, size in others.items():
+        if name in (*plan.inputs, *plan.parameters):
+            x = torch.randn(size, generator=generator, dtype=torch.float64)
+            made[name] = x * shape.latent_dim**-0.5 if name == "kv_up" else x  # k and v of unit variance
+    return {name: made[name] for name in (*plan.inputs, *plan.parameters)}, dout
+
+
+def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[str, object]) -> list[Row]:
     """Runs an attention and the reference on the same inputs.
 
     Args:
         attend: what is tested.
         held: the positions of its local ranks, in the order in which it returns them.
-        shape: global sizes; computed in float64 whatever dtype it names.
+        plan: of what is tested; computed in float64 whatever dtype it names.
         mask: what queries may see, as configuration.
 
     Returns:
-        Rows for out, dq, dk, dv and, where the mask lets token 0 be seen by the last one, `influence`.
+        Rows for out, the gradient of every input and, where the mask lets token 0 be seen by the last one, `influence`.
     """
-    q, k, v, dout = inputs(shape)
+    shape = plan.shape
+    tensors, dout = inputs_of(plan)
     seen, scale = reference.visible(mask, shape.sequence), shape.head_dim**-0.5
-    expected = reference.gradients(q, k, v, dout, seen, scale)
-    found = attend(q, k, v, dout)
+    expected = reference.gradients_of(tensors, dout, seen, scale)
+    found = attend(tensors, dout)
     positions = torch.tensor([p for s in held for p in s], dtype=torch.long)
     rows = []
     for name, whole in expected.items():
-        wanted = whole[:, :, positions]
+        wanted = whole if name[1:] in plan.parameters else whole[:, :, positions]
         fits = found[name].shape == wanted.shape
         error = (
             float((found[name] - wanted).abs().max()) if fits and wanted.numel() else (0.0 if fits else float("inf"))
         )
         rows.append(Row(name=name, error=error, bound=BOUND, is_good=error <= BOUND))
     if bool(seen[-1, 0]):
-        k[:, :, 0], v[:, :, 0] = k[:, :, 0] + 1.0, v[:, :, 0] + 1.0
+        for name in plan.inputs:
+            if name != "q":
+                tensors[name][:, :, 0] += 1.0
         last = (positions == shape.sequence - 1).nonzero().flatten()
-        change = (attend(q, k, v, dout)["out"][:, :, last] - found["out"][:, :, last]).abs()
+        change = (attend(tensors, dout)["out"][:, :, last] - found["out"][:, :, last]).abs()
         moved = float(change.max()) if change.numel() else float("inf")  # another rank holds the last token
         rows.append(Row(name="influence", error=moved, bound=BOUND, is_good=moved > BOUND))
     return rows
@@ -96,7 +127,7 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") 
     Args:
         plan: what to verify; its dtype is replaced by float64.
         mask: the configuration that the plan's mask came from, read independently by the reference.
-        device: whose kernels run; tensors stay on cpu.
+        device: where it runs; the reference stays on cpu.
 
     Returns:
         The rows of `compare`.
@@ -105,16 +136,21 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") 
     program = Program(plan, Target(ranks=tuple(range(plan.degree)), device=device, communicator=None))
     held = plan.entry.sequence
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-        index = [torch.tensor(list(s), dtype=torch.long) for s in held]
-        local = [[x[:, :, i].requires_grad_() for i in index] for x in (q, k, v)]
-        outs = program(local[0], local[1], local[2], plan.shape.head_dim**-0.5)
-        flat = torch.autograd.grad(outs, [x for xs in local for x in xs], [dout[:, :, i] for i in index])
-        n = plan.degree
-        parts = {"out": outs, "dq": flat[:n], "dk": flat[n : 2 * n], "dv": flat[2 * n :]}
-        return {name: torch.cat([x.detach() for x in xs], 2) for name, xs in parts.items()}
+    def attend(tensors: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+        tensors, dout = {n: x.to(device) for n, x in tensors.items()}, dout.to(device)
+        index = [torch.tensor(list(s), dtype=torch.long, device=device) for s in held]
+        local = {n: [x[:, :, i].requires_grad_() for i in index] for n, x in tensors.items() if n in plan.inputs}
+        whole = {n: x.clone().requires_grad_() for n, x in tensors.items() if n in plan.parameters}
+        given = {**local, **{n: [x] * plan.degree for n, x in whole.items()}}
+        outs = program.run(given, plan.shape.head_dim**-0.5)
+        leaves = [*(x for xs in local.values() for x in xs), *whole.values()]
+        grads = iter(torch.autograd.grad(outs, leaves, [dout[:, :, i] for i in index]))
+        found = {f"d{n}": torch.cat([next(grads) for _ in index], 2) for n in local}
+        found.update({f"d{n}": next(grads) for n in whole})
+        found["out"] = torch.cat([x.detach() for x in outs], 2)
+        return {n: x.cpu() for n, x in found.items()}
 
-    return compare(attend, held, plan.shape, mask)
+    return compare(attend, held, plan, mask)
 
 
 def check_length(plan: Plan) -> None:

@@ -86,6 +86,7 @@ def verify_rank(config: Mapping[str, object]) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    from cp_engine.call import Call
     from cp_engine.runtime import ContextParallel
 
     cp, mask, sizes, launch = config["cp"], config["mask"], config["shape"], config["launch"]
@@ -103,13 +104,18 @@ def verify_rank(config: Mapping[str, object]) -> None:
         engine = ContextParallel(plan, mesh)
         held = plan.entry.sequence[engine.rank]
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-            local = [x.requires_grad_() for x in engine.shard(q, k, v, dim=2)]
-            out = engine.call(*local, is_causal=plan.mask.kind == "causal", enable_gqa=True)
-            dq, dk, dv = torch.autograd.grad(out, local, engine.shard(dout, dim=2))
-            return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+        def attend(tensors: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+            local = {n: engine.shard(tensors[n], dim=2).requires_grad_() for n in plan.inputs}
+            whole = {n: tensors[n].clone().requires_grad_() for n in plan.parameters}
+            call = Call(tensors=local, parameters=whole, mask=plan.mask, enable_gqa=True)
+            out, _ = engine.attend(call)
+            grads = torch.autograd.grad(out, [*local.values(), *whole.values()], engine.shard(dout, dim=2))
+            found = dict(zip((f"d{n}" for n in (*local, *whole)), grads, strict=True))
+            for n in whole:  # each rank's gradient is its share of the sum
+                dist.all_reduce(found[f"d{n}"])
+            return {"out": out.detach(), **found}
 
-        rows = verify.compare(attend, [held], shape, mask)
+        rows = verify.compare(attend, [held], plan, mask)
         if shape.sequence - 1 not in set(held):  # the last token is another rank's
             rows = [row for row in rows if row.name != "influence"]
         folder = Path(str(launch["output_dir"])) / "ranks"

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cp_engine import reference
+from cp_engine.channel import Pending
 from cp_engine.compose import compose
+from cp_engine.cost import totals
 from cp_engine.index_set import IndexSet, Run, run
 from cp_engine.lower import Program
+from cp_engine.mask import Mask
 from cp_engine.plan import Plan, Shape
 from cp_engine.redistribute import Target
-from cp_engine.schema import plan_from_config
-from cp_engine.verify import inputs
+from cp_engine.schema import plan_from_config, read
+from cp_engine.verify import inputs_of
 
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
@@ -39,49 +42,152 @@ def small(**changes: int | str) -> Shape:
     return replace(SMALL, **changes)
 
 
-@lru_cache
+@cache
 def shipped(preset: str, overrides: tuple[str, ...]) -> Mapping[str, object]:
     """A preset of the project; composing one takes longer than planning it."""
     return compose(preset, overrides)
+
+
+def factored(degree: int, axes: int) -> list[tuple[int, ...]]:
+    """All sizes of so many axes that multiply to a degree; those that use most axes come first."""
+    if axes < 2:
+        return [(degree,)] if axes else [()] * (degree == 1)
+    sizes = [(n, *rest) for n in range(1, degree + 1) if degree % n == 0 for rest in factored(degree // n, axes - 1)]
+    return sorted(sizes, key=lambda found: found.count(1))
+
+
+def sized(cp: Mapping[str, object], degree: int, turn: int = 0) -> dict[str, object]:
+    """A composition with so many ranks, factored over its axes; `turn` chooses among the ways to do so."""
+    axes = cp["axes"]
+    assert isinstance(axes, list)
+    ways = factored(degree, len(axes))
+    return {**cp, "mesh": dict(zip(axes, ways[turn % len(ways)], strict=True))}
+
+
+def mesh_for(preset: str, degree: int, turn: int = 0) -> tuple[str, ...]:
+    """The same as overrides of a shipped preset, such as `cp.mesh.ring=2 cp.mesh.ulysses=2`."""
+    mesh = sized(shipped(preset, ()), degree, turn)["mesh"]
+    assert isinstance(mesh, dict)
+    return tuple(f"cp.mesh.{axis}={size}" for axis, size in mesh.items())
+
+
+def varied(
+    preset: str,
+    degree: int,
+    *,
+    turn: int = 0,
+    order: str = "",
+    pipeline: int = 1,
+    sinks: bool = False,
+    kernel: str = "auto",
+    recompute: str = "all",
+) -> dict[str, object]:
+    """A preset with some choices changed as data, which takes no time; what overrides do is tested elsewhere.
+
+    Args:
+        preset: of the project.
+        degree, turn: see `sized`.
+        order: a layout (none: the preset's own), or `reorder to` one, for which the steps are wrapped in a reorder and its undo.
+        pipeline, sinks, kernel, recompute: keys of a composition and of its attention.
+    """
+    cp = sized(shipped(preset, ()), degree, turn)
+    steps, names, layout = cp["steps"], cp["order"], cp["layout"]
+    assert isinstance(steps, dict) and isinstance(names, list) and isinstance(layout, dict)
+    steps = {**steps, "attend": {**steps["attend"], "kernel": kernel, "sinks": sinks}}
+    kind, _, to = order.partition(" to ")
+    if to:
+        steps["deal"] = {"kind": "reorder", "to": few_chunks(to), "tensors": list(begins_with(preset))}
+        steps["deal_back"] = {"kind": "undo", "of": "deal", "tensors": ["out"]}
+        kind, names = "contiguous", ["deal", *names, "deal_back"]
+    layout = {**layout, **few_chunks(kind)} if kind else layout
+    return {**cp, "steps": steps, "order": names, "layout": layout, "pipeline": pipeline, "recompute": recompute}
+
+
+def few_chunks(order: str) -> dict[str, object]:
+    """An order; balanced in 3 chunks per rank in place of 8, which takes fewer kernel calls."""
+    return {"kind": order, **({"chunks": 3} if order == "balanced" else {})}
+
+
+@cache
+def begins_with(preset: str) -> tuple[str, ...]:
+    """The tensors that a preset's calls bring."""
+    return read(shipped(preset, ()), None).inputs
+
+
+def begins_with_latent(preset: str) -> bool:
+    """Whether a preset expands k and v itself."""
+    return "kv_latent" in begins_with(preset)
+
+
+def fitting(preset: str, shape: Shape) -> Shape:
+    """The call with what the preset begins with: where that is a latent, its sizes, and a key and a value for every head."""
+    if not begins_with_latent(preset):
+        return shape
+    latent_dim, rope_dim = (64, 64) if shape.head_dim > 64 else (12, max(1, shape.head_dim // 2))
+    return replace(shape, kv_heads=shape.heads, latent_dim=latent_dim, rope_dim=rope_dim)
 
 
 def plan_of(
     preset: str | Mapping[str, object],
     *overrides: str,
     shape: Shape = SMALL,
-    mask: Mapping[str, object] | str = "causal",
+    mask: Mapping[str, object] | Mask | str = "causal",
     degree: int | None = None,
+    turn: int = 0,
     config_dir: Path | None = None,
 ) -> Plan:
-    """The plan of a preset (or of a `cp` node) for a call."""
+    """The plan of a preset (or of a `cp` node) for a call, on so many ranks (see `sized`)."""
     if isinstance(preset, str):
         preset = compose(preset, overrides, config_dir) if config_dir is not None else shipped(preset, overrides)
-    return plan_from_config(preset, shape=shape, mask=mask, world_degree=degree)
+    cp = preset if degree is None else sized(preset, degree, turn)
+    return plan_from_config(cp, shape=shape, mask=mask, world_degree=degree)
+
+
+def in_float64(plan: Plan) -> Plan:
+    return replace(plan, shape=replace(plan.shape, dtype="float64"))
+
+
+def local(plan: Plan, tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """What one rank brings: its tokens of every input, and whole parameters of its own."""
+    held = torch.tensor(list(plan.entry.sequence[rank]), dtype=torch.long)
+    mine = {n: x[:, :, held] if n in plan.inputs else x.clone() for n, x in tensors.items()}
+    return {n: x.requires_grad_() for n, x in mine.items()}
+
+
+def together(plan: Plan, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole sequences from every rank's tokens; of parameters, whose gradients are shares, the sum."""
+    back = torch.cat([torch.tensor(list(held), dtype=torch.long) for held in plan.entry.sequence]).argsort()
+    shares = {f"d{n}" for n in plan.parameters}
+    return {
+        n: torch.stack([r[n] for r in ranks]).sum(0) if n in shares else torch.cat([r[n] for r in ranks], 2)[:, :, back]
+        for n in ranks[0]
+    }
 
 
 def computed(plan: Plan, seed: int = 0, scale: float | None = None) -> dict[str, Tensor]:
-    """out, dq, dk, dv of a plan in float64 over whole sequences, with every rank in this process."""
-    plan = replace(plan, shape=replace(plan.shape, dtype="float64"))
-    program = Program(plan, Target(ranks=tuple(range(plan.degree)), device="cpu", communicator=None))
-    *qkv, dout = inputs(plan.shape, seed)
-    index = [torch.tensor(list(held), dtype=torch.long) for held in plan.entry.sequence]
-    local = [[x[:, :, i].requires_grad_() for i in index] for x in qkv]
-    outs = program(*local, plan.shape.head_dim**-0.5 if scale is None else scale)
-    flat = torch.autograd.grad(outs, [x for xs in local for x in xs], [dout[:, :, i] for i in index])
-    n, back = plan.degree, torch.cat(index).argsort()
-    parts = {"out": outs, "dq": flat[:n], "dk": flat[n : 2 * n], "dv": flat[2 * n :]}
-    return {name: torch.cat([x.detach() for x in xs], 2)[:, :, back] for name, xs in parts.items()}
+    """out and the gradient of every input of a plan in float64 over whole sequences, with every rank in this process."""
+    plan, ranks = in_float64(plan), range(plan.degree)
+    program = Program(plan, Target(ranks=tuple(ranks), device="cpu", communicator=None))
+    tensors, dout = inputs_of(plan, seed)
+    given = [local(plan, tensors, r) for r in ranks]
+    outs = program.run(
+        {n: [x[n] for x in given] for n in tensors}, plan.shape.head_dim**-0.5 if scale is None else scale
+    )
+    douts = [dout[:, :, list(held)] for held in plan.entry.sequence]
+    grads = iter(torch.autograd.grad(outs, [x for rank in given for x in rank.values()], douts))
+    return together(plan, [{"out": out.detach(), **{f"d{n}": next(grads) for n in tensors}} for out in outs])
 
 
-def expected(shape: Shape, mask: Mapping[str, object], seed: int = 0) -> dict[str, Tensor]:
+def expected(plan: Plan, mask: Mapping[str, object], seed: int = 0) -> dict[str, Tensor]:
     """What dense float64 attention gives for the inputs of `computed`."""
-    *qkv, dout = inputs(shape, seed)
-    return reference.gradients(*qkv, dout, reference.visible(mask, shape.sequence), shape.head_dim**-0.5)
+    tensors, dout = inputs_of(in_float64(plan), seed)
+    seen = reference.visible(mask, plan.shape.sequence)
+    return reference.gradients_of(tensors, dout, seen, plan.shape.head_dim**-0.5)
 
 
 def assert_equals_reference(plan: Plan, mask: Mapping[str, object], bound: float = 1e-12) -> None:
     """A plan's out and gradients are those of the reference."""
-    assert_close(computed(plan), expected(plan.shape, mask), bound)
+    assert_close(computed(plan), expected(plan, mask), bound)
 
 
 def assert_close(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bound: float) -> None:
@@ -120,21 +226,28 @@ class ThreadChannel:
         self.group, self.rank = group, rank
         self.members, self.me = len(group), group.index(rank.rank)
 
-    def all_to_all(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, send: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
         assert send.is_contiguous() and sum(sent) == send.numel()
         arrived = self._exchange(list(send.flatten().split(list(sent))))
         assert [x.numel() for x in arrived] == list(received)
-        return torch.cat(arrived)
+        return Pending(torch.cat(arrived))
 
-    def all_to_all_even(self, send: Tensor) -> Tensor:
+    def all_to_all_even(self, send: Tensor) -> Pending:
         assert send.is_contiguous() and send.numel() % self.members == 0
-        return torch.cat(self._exchange(list(send.flatten().chunk(self.members)))).view_as(send)
+        return Pending(torch.cat(self._exchange(list(send.flatten().chunk(self.members)))).view_as(send))
 
-    def all_gather(self, send: Tensor) -> Tensor:
+    def all_gather(self, send: Tensor) -> Pending:
         assert send.is_contiguous()
-        return torch.cat(self._exchange([send.flatten()] * self.members))
+        return Pending(torch.cat(self._exchange([send.flatten()] * self.members)))
 
-    def _exchange(self, parts: list[Tensor]) -> list[Tensor]:
+    def shift(self, send: Tensor, to: int, source: int, received: int, tag: int) -> Pending:
+        assert send.is_contiguous() and send.ndim == 1 and tag < 16
+        arrived = self._exchange([send if i == to else send[:0] for i in range(self.members)], to_self=to == self.me)
+        assert arrived[source].numel() == received
+        return Pending(arrived[source])
+
+    def _exchange(self, parts: list[Tensor], to_self: bool = False) -> list[Tensor]:
+        assert not to_self, "a hop leaves its rank"
         self.rank.collectives += 1
         self.rank.bytes_sent += sum(x.nbytes for i, x in enumerate(parts) if i != self.me)
         return self.rank.post.exchange(self.group, self.rank.rank, dict(zip(self.group, parts, strict=True)))
@@ -164,31 +277,40 @@ class Post:
 
 
 def computed_by_threads(plan: Plan) -> tuple[dict[str, Tensor], list[list[tuple[int, int]]]]:
-    """out, dq, dk, dv in float64 with one program for each rank, and (bytes, collectives) as [way][rank]."""
-    plan = replace(plan, shape=replace(plan.shape, dtype="float64"))
-    *qkv, dout = inputs(plan.shape)
+    """The same as `computed` with one program for each rank, and (bytes, collectives) as [way][rank]."""
+    plan = in_float64(plan)
+    tensors, dout = inputs_of(plan)
     post = Post(plan.degree)
     counters = [Counted(r, post) for r in range(plan.degree)]
-    index = [torch.tensor(list(held), dtype=torch.long) for held in plan.entry.sequence]
 
-    def one(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    def one(rank: int) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
         counter = counters[rank]
         try:
             program = Program(plan, Target(ranks=(rank,), device="cpu", communicator=counter))
-            local = [x[:, :, index[rank]].requires_grad_() for x in qkv]
-            (out,) = program(*([x] for x in local), plan.shape.head_dim**-0.5)
+            given = local(plan, tensors, rank)
+            (out,) = program.run({n: [x] for n, x in given.items()}, plan.shape.head_dim**-0.5)
             forward = counter.bytes_sent, counter.collectives
-            grads = torch.autograd.grad(out, local, dout[:, :, index[rank]])
+            upstream = dout[:, :, list(plan.entry.sequence[rank])]
+            grads = torch.autograd.grad(out, list(given.values()), upstream)
         except BaseException:
             post.end()
             raise
-        return [out.detach(), *grads], [forward, (counter.bytes_sent - forward[0], counter.collectives - forward[1])]
+        found = {"out": out.detach(), **{f"d{n}": g for n, g in zip(given, grads, strict=True)}}
+        return found, [forward, (counter.bytes_sent - forward[0], counter.collectives - forward[1])]
 
     with ThreadPoolExecutor(plan.degree) as pool:
         done = list(pool.map(one, range(plan.degree)))
-    back = torch.cat(index).argsort()
-    tensors = {n: torch.cat([d[0][i] for d in done], 2)[:, :, back] for i, n in enumerate(("out", "dq", "dk", "dv"))}
-    return tensors, [[d[1][way] for d in done] for way in (0, 1)]
+    return together(plan, [found for found, _ in done]), [[counted[way] for _, counted in done] for way in (0, 1)]
+
+
+def executed(plan: Plan) -> None:
+    """Runs every rank with a communicator of its own: same numbers, and bytes and collectives as planned."""
+    plan = in_float64(plan)
+    tensors, counted = computed_by_threads(plan)
+    assert_close(tensors, computed(plan), 1e-13)
+    planned = totals(plan)
+    for way in (0, 1):
+        assert counted[way] == [(sent, planned.collectives[way]) for sent in planned.sent[way]]
 
 
 # ------------------------------------------------------------------ index sets, from positions and at random

@@ -64,9 +64,10 @@ def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
 
 def attention_shape(args: object) -> dict[str, object]:
     """Heads and head dims of the calls that a model with these arguments makes."""
-    heads = args.n_heads
+    heads, latent = args.n_heads, {}
     if hasattr(args, "kv_lora_rank"):  # MLA: rope and no-rope parts side by side, v narrower
         head_dim, v_head_dim, kv_heads = args.qk_nope_head_dim + args.qk_rope_head_dim, args.v_head_dim, heads
+        latent = {"latent_dim": args.kv_lora_rank, "rope_dim": args.qk_rope_head_dim}
     else:
         head_dim = getattr(args, "head_dim", args.dim // heads)
         v_head_dim, kv_heads = head_dim, args.n_kv_heads or heads
@@ -75,6 +76,7 @@ def attention_shape(args: object) -> dict[str, object]:
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "v_head_dim": v_head_dim,
+        **latent,
         "attention": args.attn_type,
     }
 

@@ -69,6 +69,15 @@ def command(
         ["cp=allgather_kv", "model=llama3", "titan.model.flavor=70B", "cp.degree=16", "shape.sequence=131072"],
         ["titan.training.gc_freq=7"],
         ["explain.format=text", "shape.dtype=bfloat16"],
+        ["cp=usp", "cp.mesh.ring=2", "cp.mesh.ulysses=2"],
+        ["cp=usp", "cp.axes=[ulysses,ring]", "layout@cp.layout=balanced", "cp.layout.chunks=4"],
+        ["cp=ring", "layout@cp.layout=striped", "cp.steps.attend.sinks=true", "cp.recompute=skip_attention"],
+        ["cp=ulysses", "cp.pipeline=4"],
+        ["cp=ulysses", "cp.steps.attend.rotate=[ring]", "+cp.mesh.ring=2", "cp.axes=[ring,ulysses]"],
+        ["cp=double_ring", "cp.degree=4", "cp.steps.attend.rotate=[inner,outer]"],
+        ["cp=mla_ulysses", "titan.model.flavor=671B", "mask=document", "cp.degree=8"],
+        ["cp=allgather_kv", "mask=document", "mask.starts=[0,100,180]", "layout@cp.layout=balanced"],
+        ["cp=none", "mask=both", "mask.of=[{kind: window, left: 64, right: 0}, {kind: block, size: 32}]"],
     ],
     ids=" ".join,
 )
@@ -94,6 +103,22 @@ def test_verify_out_of_bounds_exits_1(command: Callable[..., Result], monkeypatc
     result = command("mode=verify", "shape.sequence=31")
     assert result.code == 1
     assert "WRONG" in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["cp=window_halo", "mask=window", "mask.left=5", "cp.degree=3"],
+        ["cp=usp", "cp.pipeline=2", "cp.steps.attend.sinks=true"],
+        ["cp=mla_ulysses", "mask=document", "mask.starts=[0,1,17]"],
+        ["cp=needed_kv", "layout@cp.layout=balanced", "mask=block", "mask.size=7", "cp.degree=3"],
+    ],
+    ids=" ".join,
+)
+def test_verify_takes_masks_head_groups_and_sinks(command: Callable[..., Result], arguments: list[str]) -> None:
+    result = command("mode=verify", "shape.sequence=31", "shape.batch=1", *arguments)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.rstrip().endswith("verified") and "WRONG" not in result.out
 
 
 @pytest.mark.parametrize("what", ["job", "hydra"])
@@ -145,6 +170,18 @@ def test_user_folder_adds_a_strategy_that_extends_a_shipped_one(command: Callabl
         (["--config-dir", "nowhere", "cp=mine"], ["nowhere"]),
         (["cp.degre=4", "titan.training.stepz=3", "cp=ulyses"], ["3 problems", "cp.degree=4", "cp=ulysses"]),
         (["+titan.training.stepz=3", "+cp.degre=4"], ["2 problems", "titan.training.stepz", "cp.degre"]),
+        (["cp=usp", "cp.degree=8"], ["cp.degree  asks for 8 ranks", "ring=2 x ulysses=2", "cp.mesh.ring=..."]),
+        (["cp=ring", "cp.steps.attend.rotate=ring"], ["must be a list of names", "'cp.steps.attend.rotate=[ring]'"]),
+        (["cp=mla_ulysses", "model=llama3"], ["shape.latent_dim", "begins with kv_latent"]),
+        (["cp.pipeline=3"], ["cp.pipeline  3 does not divide the heads", "allowed  1, 2, 4, 8, 16", "cp.pipeline=2"]),
+        (["cp.recompute=skip_atention"], ["cp.recompute=skip_attention"]),
+        (["mode=explain", "mask=window"], ["mask.left"]),
+        (["mode=explain", "mask=docment"], ["mask=document"]),
+        (["mode=explain", "layout@cp.layout=balancd"], ["layout@cp.layout=balanced"]),
+        (
+            ["mode=explain", "mask=document", "layout@cp.layout=balanced"],
+            ["the mask comes with each call", "layout@cp.layout=zigzag"],
+        ),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -212,6 +249,19 @@ assert {absent!r} not in sys.modules
 
 
 # --- real runs: each imports torchtitan in every rank -----------------------------------------------------------------
+
+
+def test_verify_on_ranks_compares_each_ranks_tokens_and_the_sum_of_parameter_gradients(
+    launch: Callable[..., Result],
+) -> None:
+    documents = ("mask=document", "mask.starts=[0,1,17]", "shape.sequence=31", "cp.steps.attend.sinks=true")
+    result = launch("mode=verify", "verify.target=ranks", "cp=mla_ulysses", *documents)
+    assert result.code == 0, result.err
+    assert "2 gloo ranks against dense attention" in result.out and result.out.rstrip().endswith("verified")
+    for rank in "01":
+        rows = [line.split() for line in result.out.splitlines() if line.startswith(f"{rank} ")]
+        assert [row[1] for row in rows] == ["out", "dq", "dkv_latent", "dk_rope", "dkv_up", "dsinks"]
+        assert all(row[-1] == "ok" for row in rows)
 
 
 def test_two_jobs_train_in_one_folder_each_and_the_loss_falls(launch: Callable[..., Result], tmp_path: Path) -> None:

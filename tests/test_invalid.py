@@ -1,7 +1,7 @@
 """Compositions that must be refused: kind, keys and the whole text of each error.
 
-Each `invalid/NAME.yaml` is a composition with one mistake (or several) and what is expected; `invalid/NAME.txt` is the
-text that a user reads. `python -m tests.test_invalid` writes the texts anew: read their difference.
+Each `invalid/NAME.yaml` is a composition (or a preset with overrides) with one mistake (or several) and what is expected;
+`invalid/NAME.txt` is the text that a user reads. `python -m tests.test_invalid` writes the texts anew: read their difference.
 
     expect: {kind: CoverageError, keys: [cp.steps.attend], pasted: compiles}
 
@@ -55,26 +55,41 @@ class Case:
     keys: list[str]
     pasted: str
     cp: dict[str, object]
+    preset: str
+    overrides: list[str]
     shape: Shape
+    mask: dict[str, object]
 
     def plan(self, cp: Mapping[str, object] | None = None) -> Plan:
-        return plan_from_config(self.cp if cp is None else cp, shape=self.shape, mask="causal")
+        return plan_from_config(self.cp if cp is None else cp, shape=self.shape, mask=self.mask)
 
     def error(self) -> CPError:
         with pytest.raises(CPError) as caught:
             self.plan()
         return caught.value
 
+    def composed(self, pasted: list[str], folder: Path) -> dict[str, object]:
+        """The composition with overrides that replace its own ones of the same key."""
+        chosen = [o.removeprefix("cp=") for o in pasted if o.startswith("cp=")]
+        if chosen:
+            return compose(chosen[0])
+        keys = {o.split("=")[0] for o in pasted}
+        return compose(self.preset, [*(o for o in self.overrides if o.split("=")[0] not in keys), *pasted], folder)
+
 
 def read(path: Path) -> Case:
     content = yaml.safe_load(path.read_text())
     expect = content.pop("expect")
+    preset, overrides = content.pop("preset", "mine"), content.pop("overrides", [])
     case = Case(
         kind=getattr(errors, expect.pop("kind")),
         keys=expect.pop("keys"),
         pasted=expect.pop("pasted"),
-        cp=content.pop("cp"),
+        cp=content.pop("cp") if preset == "mine" else compose(preset, overrides),
+        preset=preset,
+        overrides=overrides,
         shape=small(**content.pop("shape", {})),
+        mask=content.pop("mask", {"kind": "causal"}),
     )
     assert not expect and not content, "a field that the test does not read"
     return case
@@ -121,10 +136,8 @@ def test_try_lines_work_when_they_are_pasted(path: Path, tmp_path: Path) -> None
 
 def _is_compiled(case: Case, problem: Problem, overrides: list[str], folder: Path) -> bool:
     """Whether everything is right with these overrides; asserts that at least the problem is gone."""
-    chosen = [o.removeprefix("cp=") for o in overrides if o.startswith("cp=")]
-    mended = compose(chosen[0]) if chosen else compose("mine", overrides, folder)
     try:
-        case.plan(mended)
+        case.plan(case.composed(overrides, folder))
     except CPError as error:
         assert (problem.key, problem.what) not in {(p.key, p.what) for p in error.problems}, (
             f"{overrides} mends nothing"

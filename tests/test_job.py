@@ -95,7 +95,12 @@ def test_every_key_of_the_table_is_in_the_composed_configuration(default: Config
         ("titan__training__seq_len", 510, "titan.training.seq_len=512"),
         ("titan__training__global_batch_size", 7, "titan.training.global_batch_size=-1"),
         ("titan__parallelism__tensor_parallel_degree", 3, "tensor_parallel_degree"),
-        ("titan__model__flavor", "16B", "titan.model.flavor=debugmodel"),
+        ("titan__model__flavor", "16B", "mask=document"),  # its calls bring the documents of each batch
+        ("mask", {"kind": "full"}, "mask=causal"),
+        ("mask", {"kind": "document", "starts": None}, "mask=causal"),
+        ("shape__latent_dim", 0, "is 0, less than 1"),
+        ("shape__rope_dim", "64", "is str '64', not int"),
+        ("cp__recompute", "attention", "all, skip_attention"),
         ("titan__model__name", "deepsek_v3", "titan.model.name=deepseek_v3"),
         ("launch__inline", True, "launch.inline=false"),
     ],
@@ -107,6 +112,15 @@ def test_wrong_value_is_refused_with_what_to_type(
     with pytest.raises(ConfigError) as caught:
         job.check(config)
     assert said in str(caught.value)
+
+
+def test_flavor_whose_calls_bring_documents_is_accepted_with_masks_from_calls(changed: Callable[..., Config]) -> None:
+    documents = {"kind": "document", "starts": None, "causal": True, "left": None, "right": None}
+    config = changed(titan__model__flavor="debugmodel_flex_attn")
+    config["mask"] = documents
+    job.check(config)
+    config["mask"] = {**documents, "starts": [0, 5]}  # of every call the same: the model's calls are not
+    assert "mask=document" in str(refused(config)["mask"].tries)
 
 
 def test_all_problems_are_reported_together(changed: Callable[..., Config]) -> None:
@@ -168,6 +182,20 @@ def test_shape_comes_from_the_model_and_from_what_is_set(overrides: list[str], s
     found = job.shape_of(composed(*overrides))
     sizes = (found.batch, found.sequence, found.heads, found.kv_heads, found.head_dim, found.v_head_dim, found.dtype)
     assert sizes == shape
+
+
+@pytest.mark.parametrize(
+    ("overrides", "latent"),
+    [
+        ([], (512, 64)),
+        (["titan.model.flavor=671B"], (512, 64)),
+        (["model=llama3"], (0, 0)),
+        (["shape.latent_dim=32"], (32, 64)),
+    ],
+)
+def test_latent_comes_from_the_model_and_from_what_is_set(overrides: list[str], latent: tuple[int, int]) -> None:
+    found = job.shape_of(composed(*overrides))
+    assert (found.latent_dim, found.rope_dim) == latent
 
 
 def test_unknown_model_names_the_sizes_to_set(changed: Callable[..., Config]) -> None:

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_engine import explain
+from cp_engine import explain, reference
+from cp_engine.cost import totals
 from cp_engine.index_set import IndexSet, Run, whole
 from cp_engine.layout import Layout, Mesh, contiguous, cut, image, joined
-from cp_engine.primitives.order import Contiguous, Order, Striped, Zigzag
+from cp_engine.mask import mask_of
+from cp_engine.primitives.order import Balanced, Contiguous, Order, Striped, Zigzag
 from cp_engine.transfer import Transfer
-from tests.helpers import assert_equals_reference, index_set, index_sets, partitions, plan_of, small
+from tests.helpers import assert_equals_reference, index_set, index_sets, masks, partitions, plan_of, small
 
 ONE_AXIS = {n: Mesh(axes=("a",), sizes=(n,)) for n in (1, 2, 4)}
 SQUARE = Mesh(axes=("a", "b"), sizes=(2, 2))
@@ -55,26 +57,77 @@ TABLES: list[tuple[Order, Mesh, int, list[list[int]]]] = [
 
 @pytest.mark.parametrize(("order", "mesh", "size", "positions"), TABLES)
 def test_positions_as_written_by_hand(order: Order, mesh: Mesh, size: int, positions: list[list[int]]) -> None:
-    assert [list(s) for s in order.spread(mesh, size)] == positions
+    assert [list(s) for s in order.spread(mesh, size, mask_of("causal", size))] == positions
 
 
 @given(
-    st.sampled_from((Contiguous, Zigzag, Striped)),
+    st.sampled_from((Contiguous, Zigzag, Striped, Balanced)),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.data(),
-    st.integers(0, 60),
+    st.integers(1, 60),
 )
 def test_positions_partition_the_sequence(kind: type[Order], sizes: list[int], data: st.DataObject, size: int) -> None:
     mesh = Mesh(axes=tuple("abc"[: len(sizes)]), sizes=tuple(sizes))
     over = data.draw(st.none() | st.lists(st.sampled_from(mesh.axes), unique=True, min_size=1).map(tuple))
-    spread = kind(over=over).spread(mesh, size)
+    spread = kind(over=over).spread(mesh, size, mask_of(data.draw(masks(size)), size))
     assert sorted(p for s in spread for p in s) == list(range(size))
     assert all(s.is_ascending for s in spread)
 
 
+def test_no_token_is_dealt_to_every_rank() -> None:
+    for order in (Contiguous(), Zigzag(), Striped(), Balanced()):
+        assert [s.count for s in order.spread(ONE_AXIS[4], 0, mask_of("causal", 0))] == [0] * 4
+
+
 def test_zigzag_causal_work_is_equal() -> None:
-    visible = [sum(p + 1 for p in s) for s in Zigzag().spread(ONE_AXIS[4], 32)]
+    visible = [sum(p + 1 for p in s) for s in Zigzag().spread(ONE_AXIS[4], 32, mask_of("causal", 32))]
     assert len(set(visible)) == 1
+
+
+# ------------------------------------------------------------------ balanced
+def chunks_of(size: int, count: int) -> list[range]:
+    """Neighbouring tokens in so many chunks, the first ones longer by one; said once more."""
+    ends = [(size // count) * i + min(i, size % count) for i in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+@settings(max_examples=150)
+@given(st.sampled_from((2, 3, 8)), st.integers(1, 8), st.integers(1, 130), st.data())
+def test_balanced_work_differs_by_at_most_the_heaviest_chunk(
+    ranks: int, chunks: int, size: int, data: st.DataObject
+) -> None:
+    mask = data.draw(masks(size))
+    visible = reference.visible(mask, size).sum(1).tolist()
+    dealt = Balanced(chunks=chunks).spread(Mesh(axes=("a",), sizes=(ranks,)), size, mask_of(mask, size))
+    work = [sum(visible[p] for p in s) for s in dealt]
+    pieces = chunks_of(size, ranks * chunks)
+    assert max(work) - min(work) <= max(sum(visible[p] for p in piece) for piece in pieces)
+    for held in map(set, dealt):  # of whole chunks, and equally many of them
+        assert sum(set(piece) <= held for piece in pieces if piece) == sum(bool(set(piece) & held) for piece in pieces)
+        assert len(held) <= chunks * max(map(len, pieces))
+
+
+def test_balanced_looks_at_the_mask() -> None:
+    documents = mask_of({"kind": "document", "starts": [0, 4, 6]}, 8)  # visible keys: 1 2 3 4 | 1 2 | 1 2
+    order = Balanced(chunks=2)
+    # pairs of the four chunks of 2: causal 3 7 11 15, so head and tail as in zigzag; documents 3 7 3 3, so 7 + 3 against 3 + 3
+    assert [list(s) for s in order.spread(ONE_AXIS[2], 8, mask_of("causal", 8))] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [list(s) for s in order.spread(ONE_AXIS[2], 8, documents)] == [[2, 3, 6, 7], [0, 1, 4, 5]]
+
+
+@pytest.mark.parametrize("preset", ["allgather_kv", "needed_kv"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_balanced_plan_of_documents_differs_by_at_most_one_chunk(preset: str, ranks: int) -> None:
+    mask = {"kind": "document", "starts": [0, 1, 40, 43, 99, 100, 170]}
+    plan = plan_of(
+        preset, "layout@cp.layout=balanced", degree=ranks, shape=small(sequence=257, heads=2, batch=3), mask=mask
+    )
+    visible = reference.visible(mask, 257).sum(1).tolist()
+    heaviest = max(sum(visible[p] for p in piece) for piece in chunks_of(257, 8 * ranks))
+    pairs = totals(plan).pairs
+    assert sum(pairs) == 2 * 3 * sum(visible)
+    assert max(pairs) - min(pairs) <= 2 * 3 * heaviest
+    assert_equals_reference(plan, mask)
 
 
 # ------------------------------------------------------------------ meshes

@@ -13,7 +13,17 @@ import cp_engine
 from cp_engine import explain
 from cp_engine.compose import presets
 from cp_engine.plan import Plan
-from tests.helpers import CAUSAL, CONF, PRESETS, assert_equals_reference, assert_identical, computed, plan_of, small
+from tests.helpers import (
+    CAUSAL,
+    CONF,
+    PRESETS,
+    assert_equals_reference,
+    assert_identical,
+    computed,
+    fitting,
+    plan_of,
+    small,
+)
 
 PACKAGE = Path(cp_engine.__file__).parent
 TRANSLATOR = PACKAGE / "integrations" / "torchtitan_toml.py"  # names presets, as its input format does
@@ -35,9 +45,16 @@ def words_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def named(source: str, names: list[str]) -> list[tuple[int, str]]:
-    """Words in which one of the names occurs, whole or as a part."""
-    found = words_of(ast.parse(source))
-    return [(line, word) for line, word in found if any(n in re.sub(r"\s", " ", word.lower()) for n in names)]
+    """Words in which one of the names occurs, whole or as a part; short names (`ring`, as in `string`) as a word of its own."""
+    return [(line, word) for line, word in words_of(ast.parse(source)) if any(occurs(name, word) for name in names)]
+
+
+def occurs(name: str, word: str) -> bool:
+    """Whether a name is in an identifier or a text."""
+    if len(name) > 4:
+        return name in re.sub(r"\s", " ", word.lower())
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", word)  # of snake_case and CamelCase
+    return name in map(str.lower, words)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -61,6 +78,7 @@ def test_source_names_no_strategy(path: Path) -> None:
         "def f(*, is_ulysses): ...",
         "match x:\n    case A(ulysses=1): ...",
         "try: ...\nexcept A as ulysses: ...",
+        "x = 'ulyssesPlan'",
     ],
 )
 def test_search_finds_a_name_wherever_it_is(source: str) -> None:
@@ -71,6 +89,21 @@ def test_search_finds_a_name_wherever_it_is(source: str) -> None:
         )
         == []
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["x = 'cp=ring'", "ring = 1", "class Ring: ...", "class UspRing: ...", "def is_ring(): ...", "x.RING", "RINGSize"],
+)
+def test_search_finds_a_short_name_as_a_word(source: str) -> None:
+    assert named(source, ["ring"]) != []
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 'brings'", "string = 1", "class StringIO: ...", "def during(): ...", "x.RINGS"]
+)
+def test_search_leaves_longer_words_alone(source: str) -> None:
+    assert named(source, ["ring"]) == []
 
 
 # ------------------------------------------------------------------ any name in YAML
@@ -132,7 +165,7 @@ def test_renamed_preset_is_the_same_strategy(preset: str, degree: int, tmp_path:
     (tmp_path / "cp").mkdir()
     (tmp_path / "cp" / f"{name}.yaml").write_text(yaml.safe_dump(renamed(content, axes, steps, name), sort_keys=False))
 
-    shape = small(heads=6, kv_heads=3, sequence=31, batch=2, v_head_dim=4)
+    shape = fitting(preset, small(heads=6, kv_heads=3, sequence=31, batch=2, v_head_dim=4))
     plan, other = (
         plan_of(preset, shape=shape, degree=degree),
         plan_of(name, shape=shape, degree=degree, config_dir=tmp_path),

@@ -1,40 +1,37 @@
 """Whole compositions with all ranks in one process: whatever compiles is right, whatever is not right is reported."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from cp_engine import attend, mask, tiles
+from cp_engine import mask
 from cp_engine.check import Composition, prove
+from cp_engine.cost import totals
 from cp_engine.errors import CoverageError, CPError, LayoutError
-from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.kernels import math as math_kernel
+from cp_engine.index_set import IndexSet, Run
 from cp_engine.layout import Layout, Mesh
-from cp_engine.lower import ExchangeOperation
 from cp_engine.plan import Plan, Shape, State
 from cp_engine.primitives import exchange
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather
-from cp_engine.primitives.order import Contiguous, Striped, Zigzag
-from cp_engine.redistribute import Redistribution
-from cp_engine.transfer import Block, Transfer
-from cp_engine.verify import in_one_process
+from cp_engine.primitives.order import Contiguous
 from tests.helpers import (
     CAUSAL,
     PRESETS,
-    assert_close,
     assert_equals_reference,
-    computed,
-    computed_by_threads,
+    begins_with_latent,
+    executed,
+    factored,
+    fitting,
     masks,
+    mesh_for,
     plan_of,
+    shipped,
     small,
 )
 
@@ -45,36 +42,56 @@ patch = pytest.MonkeyPatch
 
 
 # ------------------------------------------------------------------ presets
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def on_all_meshes(preset: str, degree: int, *overrides: str, shape: Shape = UNEVEN) -> list[Plan]:
+    """The plans of a preset on so many ranks, one for each way to factor them over its axes."""
+    axes = shipped(preset, ())["axes"]
+    assert isinstance(axes, list)
+    turns = range(len(factored(degree, len(axes))))
+    return [plan_of(preset, *overrides, degree=degree, turn=t, shape=fitting(preset, shape)) for t in turns]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("preset", EXCHANGING)
 def test_preset_equals_reference(preset: str, degree: int, layout: str) -> None:
-    plan = plan_of(preset, f"layout@cp.layout={layout}", degree=degree, shape=UNEVEN)
-    assert_equals_reference(plan, CAUSAL)
+    for plan in on_all_meshes(preset, degree, f"layout@cp.layout={layout}"):
+        assert plan.degree == degree
+        assert_equals_reference(plan, CAUSAL)
+
+
+def test_degrees_are_factored_over_the_axes_in_every_order() -> None:
+    assert factored(6, 2) == [(2, 3), (3, 2), (1, 6), (6, 1)]
+    assert factored(4, 3)[:3] == [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
+    assert factored(1, 0) == [()] and factored(2, 0) == []
+    overrides = mesh_for("usp", 6, turn=1)
+    assert overrides == ("cp.mesh.ring=3", "cp.mesh.ulysses=2")
+    assert plan_of("usp", *overrides) == plan_of("usp", degree=6, turn=1)
+
+
+def test_axes_of_a_preset_may_be_swapped() -> None:
+    near, far = (
+        plan_of("usp", f"cp.axes=[{axes}]", degree=4, shape=UNEVEN) for axes in ("ring,ulysses", "ulysses,ring")
+    )
+    assert near.steps[0].transfers[0].groups == ((0, 1), (2, 3)) and far.steps[0].transfers[0].groups == (
+        (0, 2),
+        (1, 3),
+    )
+    assert_equals_reference(far, CAUSAL)
 
 
 @pytest.mark.parametrize("kernel", ["math", "cpu_flash"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_equals_reference_with_each_kernel(preset: str, kernel: str) -> None:
-    degree = 1 if preset == "none" else 3
-    assert_equals_reference(plan_of(preset, f"cp.steps.attend.kernel={kernel}", degree=degree, shape=UNEVEN), CAUSAL)
+    for plan in on_all_meshes(preset, 1 if preset == "none" else 4, f"cp.steps.attend.kernel={kernel}"):
+        assert_equals_reference(plan, CAUSAL)
 
 
 @pytest.mark.parametrize("preset", EXCHANGING)
 def test_preset_accepts_more_ranks_than_tokens_and_heads(preset: str) -> None:
-    plan = plan_of(preset, degree=5, shape=small(sequence=3, heads=2, kv_heads=1))
-    assert_equals_reference(plan, CAUSAL)
-
-
-def executed(plan: Plan) -> None:
-    """Runs every rank with a communicator of its own: same numbers, and bytes and collectives as planned."""
-    plan = replace(plan, shape=replace(plan.shape, dtype="float64"))
-    tensors, counted = computed_by_threads(plan)
-    assert_close(tensors, computed(plan), 1e-13)
-    for way in (0, 1):
-        collectives = sum(c.collectives[way] for c in plan.costs)
-        sent = [sum(c.bytes_sent[way][r] for c in plan.costs) for r in range(plan.degree)]
-        assert counted[way] == [(s, collectives) for s in sent]
+    for degree in (5, 6):
+        for plan in on_all_meshes(preset, degree, shape=small(sequence=3, heads=2, kv_heads=1)):
+            assert_equals_reference(plan, CAUSAL)
+            executed(plan)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +105,37 @@ def test_ranks_send_what_the_plan_says(
     monkeypatch.setattr(exchange, "PACKED_BYTES", packed_bytes)
     shape = small(batch=2, sequence=sequence, heads=heads, kv_heads=kv_heads, v_head_dim=4)
     for layout in ("contiguous", "zigzag"):
-        executed(plan_of(preset, f"layout@cp.layout={layout}", degree=4, shape=shape))
+        for plan in on_all_meshes(preset, 4, f"layout@cp.layout={layout}", shape=shape):
+            executed(plan)
+
+
+# ------------------------------------------------------------------ sinks and head groups
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sinks_equal_reference_and_their_gradient_is_the_sum_of_the_ranks_shares(preset: str) -> None:
+    for plan in on_all_meshes(preset, 1 if preset == "none" else 4, "cp.steps.attend.sinks=true"):
+        assert plan.parameters[-1] == "sinks"
+        assert_equals_reference(plan, CAUSAL)
+        executed(plan)
+
+
+@pytest.mark.parametrize("groups", [2, 3, 6])
+@pytest.mark.parametrize("preset", [p for p in PRESETS if not begins_with_latent(p)])
+def test_head_groups_one_after_the_other_equal_reference_and_do_the_same_work(preset: str, groups: int) -> None:
+    overrides = ("cp.steps.attend.sinks=true", f"cp.pipeline={groups}")
+    shape = small(batch=2, sequence=13, heads=12, kv_heads=6, v_head_dim=4)
+    for plan in on_all_meshes(preset, 1 if preset == "none" else 4, *overrides, shape=shape):
+        assert plan.part.heads == 12 // groups
+        assert_equals_reference(plan, CAUSAL)
+        executed(plan)
+        together = plan_of(preset, overrides[0], degree=plan.degree, shape=shape)
+        assert sum(totals(plan).pairs) == sum(totals(together).pairs)
+
+
+@pytest.mark.parametrize("preset", EXCHANGING)
+def test_masks_that_come_with_each_call_are_planned_as_one_document(preset: str) -> None:
+    plan = plan_of(preset, degree=4, shape=fitting(preset, UNEVEN), mask={"kind": "document"})
+    assert plan.is_mask_from_call and not plan_of(preset, degree=4, shape=fitting(preset, UNEVEN)).is_mask_from_call
+    assert_equals_reference(plan, CAUSAL)
 
 
 # ------------------------------------------------------------------ random compositions
@@ -384,195 +431,3 @@ def test_result_that_is_elsewhere_is_refused() -> None:
     claim = Any(name="claim", tensors=("q",), axes=axes, wanted=((1, 0), (2, 3), (4, 5), (6, 7)))
     with pytest.raises(CoverageError, match="out does not end in the layout in which q came"):
         proved(everything, claim)
-
-
-# ------------------------------------------------------------------ the checks can fail: one thing broken at a time
-def wrong_rows(plan: Plan, masked: Mapping[str, object] = CAUSAL) -> set[str]:
-    return {row.name for row in in_one_process(plan, masked) if not row.is_good}
-
-
-def four_ranks(preset: str, *overrides: str) -> Plan:
-    return plan_of(preset, *overrides, degree=4, shape=small(sequence=16))
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_verify_is_content_with_what_is_right(preset: str) -> None:
-    assert wrong_rows(plan_of(preset, degree=1 if preset == "none" else 4)) == set()
-
-
-@pytest.mark.parametrize("tensor", ["q", "k", "v", "out"])
-def test_verify_reports_pieces_that_arrive_in_another_order(tensor: str, monkeypatch: patch) -> None:
-    plan, blocks = four_ranks("ulysses"), Transfer.blocks
-
-    def exchanged(self: Transfer, source: int, destination: int) -> list[Block]:
-        found = blocks(self, source, destination)
-        if self.tensor != tensor or self.is_adjoint or source not in (1, 2) or tensor == "out":
-            return found
-        return [
-            replace(b, sequence_to=c.sequence_to)
-            for b, c in zip(found, blocks(self, 3 - source, destination), strict=True)
-        ]
-
-    def exchanged_out(self: Transfer, source: int, destination: int) -> list[Block]:
-        found = blocks(self, source, destination)
-        if self.tensor != "out" or self.is_adjoint or source not in (1, 2):
-            return found
-        return [
-            replace(b, heads_to=c.heads_to) for b, c in zip(found, blocks(self, 3 - source, destination), strict=True)
-        ]
-
-    monkeypatch.setattr(Transfer, "blocks", exchanged_out if tensor == "out" else exchanged)
-    assert "out" in wrong_rows(plan)
-
-
-def test_verify_reports_an_adjoint_that_forgets_the_sum(monkeypatch: patch) -> None:
-    plan = four_ranks("allgather_kv")
-    monkeypatch.setattr(Transfer, "is_replicating", property(lambda self: False))
-    assert wrong_rows(plan) == {"dk", "dv"}
-
-
-def test_verify_reports_an_adjoint_that_sums_twice(monkeypatch: patch) -> None:
-    plan, backward = four_ranks("allgather_kv"), ExchangeOperation.backward
-
-    def twice(self: ExchangeOperation, grads: dict[str, list[Tensor]], saved: tuple[Tensor, ...], scale: float) -> None:
-        backward(self, grads, saved, scale)
-        grads.update({n: [x * 2.0 for x in grads[n]] for n in (("k", "v") if "k" in grads else ())})
-
-    monkeypatch.setattr(ExchangeOperation, "backward", twice)
-    assert wrong_rows(plan) == {"dk", "dv"}
-
-
-@pytest.mark.parametrize(("preset", "wrong"), [("ulysses", {"dq", "dk", "dv"}), ("allgather_kv", {"dk", "dv"})])
-def test_verify_reports_an_adjoint_that_returns_zeros(preset: str, wrong: set[str], monkeypatch: patch) -> None:
-    plan, backward = four_ranks(preset), ExchangeOperation.backward
-
-    def zeros(self: ExchangeOperation, grads: dict[str, list[Tensor]], saved: tuple[Tensor, ...], scale: float) -> None:
-        backward(self, grads, saved, scale)
-        grads.update({n: [torch.zeros_like(x) for x in grads[n]] for n in "qkv" if n in grads and f"d{n}" in wrong})
-
-    monkeypatch.setattr(ExchangeOperation, "backward", zeros)
-    assert wrong_rows(plan) == wrong
-
-
-def averaged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    out.add_(part).div_(2.0)
-    lse.copy_(torch.logaddexp(lse, part_lse))
-
-
-def forgotten_lse(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    attend_merge(out, lse.clone(), part, part_lse)
-
-
-def overwritten(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    out.copy_(part)
-    lse.copy_(part_lse)
-
-
-attend_merge = attend.merge
-
-
-@pytest.mark.parametrize(
-    ("merge", "wrong"),
-    [
-        (averaged, {"out", "dq", "dk"}),
-        (forgotten_lse, {"dq", "dk", "dv"}),
-        (overwritten, {"out", "dq", "dk", "dv"}),
-    ],
-)
-def test_verify_reports_a_wrong_merge(merge: Callable[..., None], wrong: set[str], monkeypatch: patch) -> None:
-    plan = four_ranks("allgather_kv")
-    monkeypatch.setattr(attend, "merge", merge)
-    assert wrong <= wrong_rows(plan)
-
-
-@pytest.mark.parametrize("low", [1, -1])
-def test_verify_reports_a_mask_that_is_off_by_one(low: int, monkeypatch: patch) -> None:
-    def shifted(size: int, fields: Mapping[str, object]) -> list[mask.Band]:
-        return [mask.Band(q0=0, q1=size, k0=0, k1=size, low=low, high=size)]
-
-    monkeypatch.setitem(mask.KINDS, "causal", (shifted, (), ()))
-    assert {"out", "dq", "dk", "dv"} <= wrong_rows(four_ranks("ulysses"))
-
-
-@pytest.mark.parametrize("shift", [1, -1])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_verify_reports_causal_tiles_that_are_off_by_one(shift: int, layout: str, monkeypatch: patch) -> None:
-    plan, staircase = four_ranks("allgather_kv", f"layout@cp.layout={layout}"), tiles._staircase
-    monkeypatch.setattr(tiles, "_staircase", lambda first, last, m, low: staircase(first, last, m, low + shift))
-    assert "out" in wrong_rows(plan)
-
-
-def test_verify_reports_a_kernel_that_is_not_causal(monkeypatch: patch) -> None:
-    monkeypatch.setattr(math_kernel, "band_mask", lambda tile, device: torch.ones(tile.q.count, tile.k.count).bool())
-    assert "out" in wrong_rows(four_ranks("ulysses", "cp.steps.attend.kernel=math"))
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-def test_verify_reports_two_positions_that_are_swapped_between_ranks(layout: str) -> None:
-    plan = four_ranks("ulysses", f"layout@cp.layout={layout}")
-    sets = [list(s) for s in plan.entry.sequence]
-    sets[0][1], sets[2][0] = sets[2][0], sets[0][1]
-    moved = tuple(IndexSet(tuple(Run(p, 1) for p in s), 16) for s in sets)
-    wrong = replace(plan, entry=Layout(moved, plan.entry.heads))  # what the model's tokens are, not what the plan says
-    assert {"out", "dq", "dk", "dv"} <= wrong_rows(wrong)
-
-
-@pytest.mark.parametrize("kind", [Contiguous, Zigzag, Striped])
-def test_tables_by_hand_report_one_position_that_is_elsewhere(kind: type[Contiguous], monkeypatch: patch) -> None:
-    from tests.test_layout import TABLES, test_positions_as_written_by_hand
-
-    deal = kind.deal
-
-    def swapped(self: Contiguous, held: IndexSet, ranks: int) -> list[IndexSet]:
-        dealt = deal(self, held, ranks)
-        if ranks == 1:
-            return dealt
-        sets = [list(s) for s in dealt]
-        sets[0][-1], sets[1][0] = sets[1][0], sets[0][-1]
-        return [IndexSet(tuple(Run(p, 1) for p in s), held.size) for s in sets]
-
-    monkeypatch.setattr(kind, "deal", swapped)
-    row = next(r for r in TABLES if type(r[0]) is kind and r[1].degree == 2)
-    with pytest.raises(AssertionError):
-        test_positions_as_written_by_hand(*row)
-
-
-def test_plan_reports_one_position_that_is_lost(monkeypatch: patch) -> None:
-    destination = AllGather.destination
-
-    def lossy(self: AllGather, state: State, tensor: str) -> Layout:
-        layout = destination(self, state, tensor)
-        return layout.replaced("sequence", (*layout.sequence[:-1], whole(16).part(1, 15)))
-
-    monkeypatch.setattr(AllGather, "destination", lossy)
-    with pytest.raises(CoverageError, match="cp=3"):
-        four_ranks("allgather_kv")
-
-
-@pytest.mark.parametrize("preset", EXCHANGING)
-def test_byte_test_reports_a_count_that_is_wrong(preset: str, monkeypatch: patch) -> None:
-    executed(four_ranks(preset))
-    sent = exchange._sent
-
-    def off_by_one_element(transfer: Transfer, plan: Plan, size: int) -> object:
-        table = sent(transfer, plan, size)
-        table[0, 1] += size
-        return table
-
-    monkeypatch.setattr(exchange, "_sent", off_by_one_element)
-    with pytest.raises(AssertionError):
-        executed(four_ranks(preset))
-
-
-def test_byte_test_reports_an_exchange_that_is_done_twice(monkeypatch: patch) -> None:
-    once = Redistribution.__call__
-
-    def twice(self: Redistribution, values: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        once(self, values)
-        return once(self, values)
-
-    monkeypatch.setattr(Redistribution, "__call__", twice)
-    plan = four_ranks("ulysses")
-    assert wrong_rows(plan) == set()  # the numbers are right, so only counting tells
-    with pytest.raises(AssertionError):
-        executed(plan)

@@ -11,6 +11,7 @@ import pytest
 
 from cp_engine import cli, primitives
 from tests.conftest import clean_environment
+from tests.helpers import PRESETS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -31,6 +32,11 @@ def commands(page: str) -> list[list[str]]:
 
 
 COMMANDS = [(name, arguments) for name, page in PAGES.items() for arguments in commands(page)]
+LAUNCHED = {
+    path.relative_to(ROOT).as_posix(): shlex.split(line)
+    for path in sorted(ROOT.glob("conf/*/*.yaml"))
+    for line in re.findall(r"Launch: python launch\.py (.*)", path.read_text())
+}
 
 
 @pytest.fixture
@@ -88,6 +94,24 @@ def test_command_composes_to_a_plan(
     text = capsys.readouterr()
     assert code == is_refused, text.err
     assert "CoverageError" in text.err if is_refused else "proved" in text.out or '"ranks"' in text.out
+
+
+@pytest.mark.parametrize("file", LAUNCHED)
+def test_command_of_a_configuration_file_composes_to_a_plan(
+    file: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "data").mkdir()
+    (folder / "data" / "text.jsonl").write_text('{"text": "some words"}\n')
+    arguments = [a.replace("/my/folder", str(folder / "data")) for a in LAUNCHED[file] if not a.startswith("mode=")]
+    code = cli.run([*arguments, "mode=explain"])
+    shown = capsys.readouterr()
+    assert (code, shown.err) == (0, "") and "proved" in shown.out
+    group, name = file.removesuffix(".yaml").split("/")[1:]
+    assert any(a.startswith(f"{group}=") for a in arguments) and f"{group}={name}" in arguments
+
+
+def test_every_preset_says_how_to_launch_it() -> None:
+    assert {f"conf/cp/{name}.yaml" for name in PRESETS} <= set(LAUNCHED)
 
 
 def test_library_example_gives_one_ranks_loss_on_two_ranks(tmp_path: Path) -> None:

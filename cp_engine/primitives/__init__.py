@@ -6,12 +6,13 @@ from importlib.metadata import entry_points
 from cp_engine.plan import Step
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather, AllToAll, Undo
-from cp_engine.primitives.order import Contiguous, Order, Reorder, Striped, Zigzag
+from cp_engine.primitives.expand import Expand
+from cp_engine.primitives.order import Balanced, Contiguous, Order, Reorder, Striped, Zigzag
 
-ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped)}
+ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped, Balanced)}
 """Config group `layout/`."""
 
-STEPS: Mapping[str, type[Step]] = {c.kind: c for c in (AllToAll, AllGather, Undo, Reorder, Dense)}
+STEPS: Mapping[str, type[Step]] = {c.kind: c for c in (AllToAll, AllGather, Undo, Reorder, Expand, Dense)}
 """Config groups `collective/` and `attention/`."""
 
 PRIMITIVES: Mapping[str, type[Order] | type[Step]] = {**ORDERS, **STEPS}

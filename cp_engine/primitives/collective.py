@@ -1,6 +1,6 @@
 """Collectives: all_to_all cuts one dim and joins another, all_gather joins one, undo takes an exchange back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cp_engine.layout import Layout, contiguous, cut
 from cp_engine.plan import Passed, Refused, State
@@ -66,11 +66,19 @@ class AllGather(Exchange):
     only: str = field(default="all", metadata={"allowed": ("all", "visible")})
 
     @property
+    def looks_at_mask(self) -> bool:
+        return self.only == "visible"
+
+    @property
     def used_axes(self) -> tuple[str, ...]:
         return self.axes
 
     def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
         return self.axes
+
+    def history(self, state: State, tensor: str) -> tuple[Passed, ...]:
+        *before, last = super().history(state, tensor)
+        return (*before, replace(last, whole="only=all" if self.only == "visible" else ""))
 
     def destination(self, state: State, tensor: str) -> Layout:
         together = self.joined(state, tensor, self.dim, self.axes)

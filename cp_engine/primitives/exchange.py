@@ -69,8 +69,7 @@ class Exchange(Step):
         sent = _total([_sent(t, plan, BYTES[plan.shape.dtype]) for t in planned.transfers]).sum(1)
         return len(planned.transfers) > 1 and int(np.max(sent)) <= PACKED_BYTES
 
-    def tables(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
-        """Bytes from rank to rank, forward and backward; what a rank keeps is not counted."""
+    def links(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
         size = BYTES[plan.shape.dtype]
         forward = _total([_sent(t, plan, size) for t in planned.transfers])
         wide = plan.wide_gradients
@@ -80,9 +79,9 @@ class Exchange(Step):
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         forward_size = {t.tensor: BYTES[plan.shape.dtype] for t in planned.transfers}
         backward_size = {n: 4 if n in plan.wide_gradients else size for n, size in forward_size.items()}
-        forward, backward = self.tables(planned, plan)
+        forward, backward = self.links(planned, plan)
         made = np.sum(
-            [counts(t.after, plan.shape, t.tensor) * forward_size[t.tensor] for t in planned.transfers], axis=0
+            [counts(t.after, plan.part, t.tensor) * forward_size[t.tensor] for t in planned.transfers], axis=0
         )
         buffers = made + forward.sum(1) + forward.sum(0)
         return Cost(
@@ -155,4 +154,4 @@ def _sent(transfer: Transfer, plan: Plan, size: int) -> Table:
     for group, rows in zip(transfer.groups, transfer.tables, strict=True):
         table[np.ix_(group, group)] = rows
     np.fill_diagonal(table, 0)
-    return table * (plan.shape.batch * plan.shape.width(transfer.tensor) * size)
+    return table * (plan.part.batch * plan.part.width(transfer.tensor) * size)

@@ -4,14 +4,17 @@ rank              0                1                          S=8, 2 ranks
 contiguous        0 1 2 3          4 5 6 7
 zigzag            0 1 6 7          2 3 4 5      (head and tail: equal work under a causal mask)
 striped           0 2 4 6          1 3 5 7
+balanced          by work, from the mask: as zigzag or better, for any mask
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cp_engine.index_set import IndexSet, shares, union, whole
 from cp_engine.layout import Layout, Mesh, contiguous, cut
+from cp_engine.mask import Mask
 from cp_engine.plan import Refused, State
 from cp_engine.primitives.exchange import Exchange
 
@@ -25,26 +28,28 @@ class Order(ABC):
     """
 
     kind: ClassVar[str]
+    looks_at_mask: ClassVar[bool] = False
     over: tuple[str, ...] | None = None
 
     @abstractmethod
-    def deal(self, held: IndexSet, ranks: int) -> list[IndexSet]:
+    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         """One share per rank; the shares partition `held`."""
 
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes that cut with this order."""
-        return mesh.axes if self.over is None else self.over
-
-    def spread(self, mesh: Mesh, size: int) -> tuple[IndexSet, ...]:
+    def spread(self, mesh: Mesh, size: int, mask: Mask) -> tuple[IndexSet, ...]:
         """The positions of each rank's tokens; together they partition the sequence.
 
         Args:
             mesh: all axes.
             size: global sequence length in tokens.
+            mask: what queries may see, for orders that look at the work.
         """
-        axes = self.axes(mesh)
-        rest = tuple(a for a in mesh.axes if a not in axes)
-        return cut(mesh, cut(mesh, [whole(size)] * mesh.degree, axes, self.deal), rest, contiguous)
+        return self.divide(mesh, [whole(size)] * mesh.degree, mesh.axes, mask)
+
+    def divide(self, mesh: Mesh, held: Sequence[IndexSet], axes: Sequence[str], mask: Mask) -> tuple[IndexSet, ...]:
+        """Each rank's share of what its group along `axes` holds in common: dealt over `over` first, the rest contiguously."""
+        first = axes if self.over is None else self.over
+        dealt = cut(mesh, held, first, lambda common, ranks: self.deal(common, ranks, mask))
+        return cut(mesh, dealt, tuple(a for a in axes if a not in first), contiguous)
 
     def __str__(self) -> str:
         return self.kind + (f" over {', '.join(self.over)}" if self.over is not None else "")
@@ -56,7 +61,7 @@ class Contiguous(Order):
 
     kind = "contiguous"
 
-    def deal(self, held: IndexSet, ranks: int) -> list[IndexSet]:
+    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         return contiguous(held, ranks)
 
 
@@ -69,7 +74,7 @@ class Zigzag(Order):
 
     kind = "zigzag"
 
-    def deal(self, held: IndexSet, ranks: int) -> list[IndexSet]:
+    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         chunks = [held.part(first, count) for first, count in shares(held.count, 2 * ranks)]
         return [union([chunks[r], chunks[2 * ranks - 1 - r]], held.size) for r in range(ranks)]
 
@@ -80,8 +85,39 @@ class Striped(Order):
 
     kind = "striped"
 
-    def deal(self, held: IndexSet, ranks: int) -> list[IndexSet]:
+    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         return [held.every(ranks, r) for r in range(ranks)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balanced(Order):
+    """Chunks dealt by work: ranks differ by at most one chunk's visible pairs, and hold equally many chunks.
+
+    In rounds of one chunk per rank, heaviest chunks first, the rank with least work takes the heaviest: the difference of two ranks
+    then changes towards zero or stays below what the chunks of a round differ by.
+    Source of the idea: `_PTRRLoadBalancer` of torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py.
+
+    Args:
+        chunks: chunks per rank.
+    """
+
+    kind = "balanced"
+    looks_at_mask = True
+    chunks: int = field(default=8, metadata={"least": 1})
+
+    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
+        everything = whole(held.size)
+        chunks = [held.part(first, count) for first, count in shares(held.count, ranks * self.chunks)]
+        work = [mask.count(chunk, everything) for chunk in chunks]
+        heaviest = sorted(range(len(chunks)), key=lambda i: -work[i])
+        load = [0] * ranks
+        dealt: list[list[IndexSet]] = [[] for _ in range(ranks)]
+        for first in range(0, len(chunks), ranks):
+            lightest = sorted(range(ranks), key=lambda r: load[r])
+            for rank, i in zip(lightest, heaviest[first : first + ranks], strict=True):
+                load[rank] += work[i]
+                dealt[rank].append(chunks[i])
+        return [union(sets, held.size) for sets in dealt]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +150,4 @@ class Reorder(Exchange):
                 tries=(f"'{{key}}.over=[{','.join(a for a in state.mesh.axes if a in {*first, *axes})}]'",),
             )
         together = self.joined(state, tensor, "sequence", axes)
-        dealt = cut(state.mesh, together, first, self.to.deal)
-        rest = tuple(a for a in axes if a not in first)
-        return state.layout(tensor).replaced("sequence", cut(state.mesh, dealt, rest, contiguous))
+        return state.layout(tensor).replaced("sequence", self.to.divide(state.mesh, together, axes, state.mask))

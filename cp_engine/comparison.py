@@ -1,0 +1,166 @@
+"""Two training runs from the same weights: what each wrote, how far they are apart, and the table that says so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+LOSS_BOUND = 1e-5  # absolute; float32 reordering alone gives 1e-6 on the debug models
+GRADIENT_BOUND = 1e-5  # of each parameter, by norm; float32 reordering alone gives 2e-7
+EXPERT_BOUND = 1e-6  # absolute: counts are whole numbers, and a step moves a bias by 1e-3
+ROWS = 8  # parameters in the table, the worst first
+RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
+
+
+class Record(TypedDict):
+    """What one run wrote.
+
+    Args:
+        losses: one per step.
+        validation_losses: one per validation.
+        gradients: parameter -> whole gradient of step 1 before clipping, float64.
+        spread: parameter -> how far two ranks are apart in the norm of that gradient, relative.
+        experts: `...tokens_per_expert` of step 1 over all ranks, and `...expert_bias` after the last step.
+    """
+
+    losses: list[float]
+    validation_losses: list[float]
+    gradients: dict[str, Tensor]
+    spread: dict[str, float]
+    experts: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two runs from the same weights and the same text.
+
+    Args:
+        losses: (label, torchtitan alone, the composition), a row per step and per validation.
+        gradient_errors: parameter -> |difference| / |stock| of the first step's gradient, in float64, or by how much more the
+            ranks of the composition are apart than torchtitan's; worst first.
+        expert_errors: expert statistics -> largest absolute difference; worst first, empty for a dense model.
+    """
+
+    losses: tuple[tuple[str, float, float], ...]
+    gradient_errors: tuple[tuple[str, float], ...]
+    expert_errors: tuple[tuple[str, float], ...]
+
+    @property
+    def is_within_bounds(self) -> bool:
+        """Whether every loss, every gradient and every expert statistic agrees."""
+        return (
+            all(abs(theirs - ours) <= LOSS_BOUND for _, theirs, ours in self.losses)
+            and all(error <= GRADIENT_BOUND for _, error in self.gradient_errors)
+            and all(error <= EXPERT_BOUND for _, error in self.expert_errors)
+        )
+
+
+def compare(stock: Path, composition: Path) -> Comparison:
+    """Read two records.
+
+    Args:
+        stock: output folder of torchtitan alone.
+        composition: output folder of the composition.
+
+    Returns:
+        The differences; a parameter that only one run has counts as infinitely wrong.
+    """
+    ours, theirs = read(composition), read(stock)
+    apart = {name: spread - theirs["spread"].get(name, 0.0) for name, spread in ours["spread"].items()}
+    return Comparison(
+        losses=(
+            *_rows("", theirs["losses"], ours["losses"]),
+            *_rows("validation ", theirs["validation_losses"], ours["validation_losses"]),
+        ),
+        gradient_errors=_errors(ours["gradients"], theirs["gradients"], _relative, apart),
+        expert_errors=_errors(ours["experts"], theirs["experts"], _absolute, {}),
+    )
+
+
+def read(folder: Path) -> Record:
+    """The records of all pipeline stages together."""
+    whole = Record(losses=[], validation_losses=[], gradients={}, spread={}, experts={})
+    for path in sorted(folder.glob(RECORDS)):
+        part: Record = torch.load(path, weights_only=True)
+        assert not whole["gradients"].keys() & part["gradients"].keys(), "two stages hold the same parameter"
+        whole["losses"], whole["validation_losses"] = part["losses"], part["validation_losses"]  # alike at every stage
+        whole["gradients"] |= part["gradients"]
+        whole["spread"] |= part["spread"]
+        whole["experts"] |= part["experts"]
+    return whole
+
+
+def _rows(label: str, theirs: list[float], ours: list[float]) -> list[tuple[str, float, float]]:
+    return [(f"{label}{i}", a, b) for i, (a, b) in enumerate(zip(theirs, ours, strict=True), 1)]
+
+
+def _errors(
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    error: Callable[[Tensor, Tensor], float],
+    more: Mapping[str, float],
+) -> tuple[tuple[str, float], ...]:
+    rows = []
+    for name in {*ours, *theirs}:
+        known = name in ours and name in theirs and ours[name].shape == theirs[name].shape
+        found = error(ours[name], theirs[name]) if known else float("inf")
+        rows.append((name, max(found, more.get(name, 0.0))) if found == found else (name, float("inf")))
+    return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
+
+
+def _relative(ours: Tensor, theirs: Tensor) -> float:
+    norm, difference = float(theirs.norm()), float((ours - theirs).norm())
+    if norm == 0:  # an expert that got no token
+        return 0.0 if difference == 0 else float("inf")
+    return difference / norm
+
+
+def _absolute(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def show(comparison: Comparison, title: str) -> None:
+    """Print a comparison: losses, the worst gradients, experts, and the verdict.
+
+    Args:
+        comparison: of two runs.
+        title: what was compared.
+    """
+    console = Console(width=110)
+    console.print(f"{title}\n", highlight=False)
+    losses = _table("step", "loss, alone", "loss, composition", "difference", "bound", "")
+    for label, theirs, ours in comparison.losses:
+        error = abs(theirs - ours)
+        cells = (label, f"{theirs:.9f}", f"{ours:.9f}", f"{error:.1e}", f"<= {LOSS_BOUND:.0e}")
+        losses.add_row(*cells, _verdict(error <= LOSS_BOUND))
+    console.print(losses, highlight=False)
+    for title, kind, errors, bound in (
+        ("gradient of step 1", "relative difference", comparison.gradient_errors, GRADIENT_BOUND),
+        ("experts", "difference", comparison.expert_errors, EXPERT_BOUND),
+    ):
+        rows = _table(title, kind, "bound", "")
+        for name, error in errors[:ROWS]:
+            rows.add_row(name, f"{error:.1e}", f"<= {bound:.0e}", _verdict(error <= bound))
+        if errors:
+            console.print()
+            console.print(rows, highlight=False)
+        if len(errors) > ROWS:
+            console.print(f"and {len(errors) - ROWS} more, each with no larger difference", highlight=False)
+    verdict = "verified" if comparison.is_within_bounds else "WRONG: the composition does not train as torchtitan does"
+    console.print(f"\n{verdict}", highlight=False)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i == 0 or not name else "right", no_wrap=True)
+    return table
+
+
+def _verdict(is_good: bool) -> str:
+    return "ok" if is_good else "WRONG"

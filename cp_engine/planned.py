@@ -1,0 +1,227 @@
+"""A plan that calls are held against: what a call carries must be what was proved, or it is refused by name."""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cp_engine import compiled, memory
+from cp_engine.call import Call, Carried, HostMask
+from cp_engine.check import prove
+from cp_engine.errors import CallError, ConfigError, Problem
+from cp_engine.lower import Memo, Program
+from cp_engine.mask import Mask, mask_of
+from cp_engine.plan import Plan
+from cp_engine.redistribute import Target
+
+PROGRAMS = 64
+"""Lowered plans that are kept for masks that come with the calls: documents differ from batch to batch, not from layer to layer."""
+
+RULE = ("rule", "a plan runs the call that it was proved for")
+
+
+class PlannedAttention:
+    """The attention of one plan on the ranks of this process.
+
+    Args:
+        plan: what calls are held against.
+        target: the ranks that live here and how to reach the others.
+    """
+
+    def __init__(self, plan: Plan, target: Target) -> None:
+        self.plan, self._target = plan, target
+        self.program = Program(plan, target)
+        self._number = compiled.number_of(self)
+        self._of_masks: OrderedDict[Mask, Program] = OrderedDict()
+        self._read = deque[tuple[object, int, tuple[Mask, ...]]](
+            maxlen=4
+        )  # what the last objects of the host's stand for
+        self._dtype = getattr(torch, plan.shape.dtype)
+        (rank,) = target.ranks
+        shape = plan.shape
+        sizes = memory.sizes_of(plan, rank)
+        self._sizes = {name: sizes[name][1:] for name in plan.inputs}  # any batch
+        self._parameter_sizes = {name: sizes[name] for name in plan.parameters}
+        self._is = {"causal": plan.mask.same_as(mask_of("causal", shape.sequence))}
+        self._is["full"] = plan.mask.same_as(mask_of("full", shape.sequence))
+        self._can_have_gqa = shape.kv_heads != shape.heads
+
+    @property
+    def runs_in_graphs(self) -> int:
+        """How many forward passes compiled graphs made."""
+        return self.program.compiled_runs
+
+    @property
+    def backwards(self) -> int:
+        """How often a gradient went through."""
+        return self.program.backwards + sum(p.backwards for p in self._of_masks.values())
+
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
+        """Runs a call that is what the plan was proved for.
+
+        Args:
+            call: local tensors and what the call says about them.
+            passed: in a recompute, what the passes that it may repeat have left.
+
+        Returns:
+            [B, H, S_local, Dv], and what a recompute may use (None where the plan recomputes everything).
+
+        Raises:
+            CallError: everything in which the call differs.
+        """
+        self._require_planned(call)
+        programs = self._programs(call)
+        tensors, parameters = call.tensors, call.parameters
+        shape = self.plan.shape
+        scale = shape.head_dim**-0.5 if call.scale is None else call.scale
+        if len(programs) > 1:  # the sequences of a batch have masks of their own
+            parts = [
+                program.run({**{n: [x[i : i + 1]] for n, x in tensors.items()}, **_each(parameters)}, scale)[0]
+                for i, program in enumerate(programs)
+            ]
+            return torch.cat(parts), None
+        memo = self._memo(tensors, passed)
+        return programs[0].run({**_each(tensors), **_each(parameters)}, scale, memo)[0], memo
+
+    def attend_compiled(self, call: Call) -> Tensor:
+        """The same while torch.compile traces: one operator of the graph, which checks the call when the graph is made."""
+        scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
+        return compiled.attend(call, self._number, scale)
+
+    def require_in_graph(self, call: Call) -> None:
+        """Refuses a call that differs from the plan, or that a graph, which is made once, cannot hold; raises CallError."""
+        plan, problems = self.plan, []
+        if plan.is_mask_from_call or not isinstance(call.mask, bool):
+            problems.append(Problem(key="call.mask", what="comes with each call, and a compiled graph is made once"))
+        if plan.recompute != "all":
+            what = f"is {plan.recompute}, and in a compiled model the compiler decides what is recomputed"
+            problems.append(Problem(key="cp.recompute", what=what, tries=("cp.recompute=all",)))
+        if problems:
+            raise CallError(problems, plan.name)
+        self._require_planned(call)
+
+    def _memo(self, tensors: Mapping[str, Tensor], passed: Sequence[Memo]) -> Memo | None:
+        """Where the pass leaves its record; in a recompute, the one that the same numbers left."""
+        if self.plan.recompute != "skip_attention":
+            return None
+        prints = tuple(torch.hash_tensor(x.detach()) for x in tensors.values())
+        for memo in passed:
+            if memo.record is not None and all(map(torch.equal, memo.prints, prints)):
+                return memo
+        return Memo(prints=prints)
+
+    def _programs(self, call: Call) -> list[Program]:
+        """The program of the call's mask, or one per sequence where their masks differ."""
+        if not self.plan.is_mask_from_call:
+            return [self.program]
+        masks = dict.fromkeys(self._masks(call))
+        found = {}
+        for mask in masks:
+            if mask not in self._of_masks:
+                assert self.plan.composition is not None
+                plan = prove(self.plan.composition, self.plan.shape, mask)
+                self._of_masks[mask] = Program(plan, self._target)
+            self._of_masks.move_to_end(mask)
+            found[mask] = self._of_masks[mask]
+        while len(self._of_masks) > PROGRAMS:
+            _, program = self._of_masks.popitem(last=False)
+            self.program.backwards += program.backwards
+        every = [found[m] for m in self._masks(call)]
+        return every if len(found) > 1 else every[:1]
+
+    def _masks(self, call: Call) -> tuple[Mask, ...]:
+        size, batch, carried = self.plan.shape.sequence, call.tensors["q"].shape[0], call.mask
+        if not isinstance(carried, HostMask):
+            return (_mask(carried, size),)
+        for source, rows, masks in self._read:  # a host's object is read once, and not once per layer
+            if source is carried.source and rows == batch:
+                return masks
+        self._read.append((carried.source, batch, carried.read(carried.source, batch, size)))
+        return self._read[-1][2]
+
+    # -------------------------------------------------------------- what a call may be
+    def _require_planned(self, call: Call) -> None:
+        tensors = call.tensors
+        batch = tensors["q"].shape[0]
+        if not (
+            all(
+                tensors[n].shape == (batch, *size) and tensors[n].dtype == self._dtype
+                for n, size in self._sizes.items()
+            )
+            and ((call.mask is True and self._is["causal"]) or self._carries_the_mask(call))
+            and (call.enable_gqa or not self._can_have_gqa)
+            and {n: tuple(x.shape) for n, x in call.parameters.items()} == self._parameter_sizes
+        ):
+            problems = self._differences(call)
+            if problems:
+                raise CallError(problems, self.plan.name)
+
+    def _carries_the_mask(self, call: Call) -> bool:
+        plan = self.plan
+        if plan.is_mask_from_call:
+            return True
+        if isinstance(call.mask, bool):
+            return self._is["causal" if call.mask else "full"]
+        return all(m is plan.mask or m.same_as(plan.mask) for m in self._masks(call))
+
+    def _differences(self, call: Call) -> list[Problem]:
+        plan, problems, batch = self.plan, list[Problem](), call.tensors["q"].shape[0]
+        for name, size in self._sizes.items():
+            x, wanted = call.tensors[name], [batch, *size]
+            if list(x.shape) != wanted:
+                what = f"is {list(x.shape)}, and the plan is for {wanted}"
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,)))
+            if x.dtype != self._dtype:
+                what = f"is {x.dtype}, and the plan is for {plan.shape.dtype}"
+                tries = (f"shape.dtype={str(x.dtype)[6:]}",)
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,), tries=tries))
+        if not self._carries_the_mask(call):
+            problems.append(self._other_mask(call))
+        if not call.enable_gqa and self._can_have_gqa:
+            what = f"is False, with {plan.shape.heads} heads and {plan.shape.kv_heads} kv heads"
+            problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))
+        for name, wanted_size in self._parameter_sizes.items():
+            found = call.parameters.get(name)
+            if found is not None and tuple(found.shape) != wanted_size:
+                what = f"is {list(found.shape)}, and the plan is for {list(wanted_size)}"
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,)))
+        attends = next((s.step.name for s in plan.steps if "out" in s.step.makes), "attend")
+        for name in plan.parameters:
+            if name not in call.parameters:
+                what = "is missing, and the composition uses it"
+                lines = [f"cp.steps.{attends}.sinks=false"] if name == "sinks" else []
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,), tries=tuple(lines)))
+        for name in call.parameters:
+            if name not in plan.parameters:
+                what = "is carried, and the composition does not use it"
+                lines = [f"cp.steps.{attends}.sinks=true"] if name == "sinks" else []
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,), tries=tuple(lines)))
+        return problems
+
+    def _other_mask(self, call: Call) -> Problem:
+        plan = self.plan
+        if isinstance(call.mask, bool):
+            what = f"is {call.mask}, and the plan was proved for the mask {plan.mask.kind}"
+            tries = (f"mask={'causal' if call.mask else 'full'}",)
+            return Problem(key="call.is_causal", what=what, details=(RULE,), tries=tries)
+        carried = ", ".join(dict.fromkeys(m.kind for m in self._masks(call)))
+        name = "(its boundaries differ) " if carried == plan.mask.kind else ""
+        what = f"is {carried} {name}and the plan was proved for the mask {plan.mask.kind}"
+        return Problem(key="call.mask", what=what, details=(RULE,))
+
+
+def _each(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+    return {name: [x] for name, x in tensors.items()}
+
+
+def _mask(carried: Carried, size: int) -> Mask:
+    if isinstance(carried, bool):
+        return mask_of("causal" if carried else "full", size)
+    assert not isinstance(carried, HostMask)
+    try:
+        return mask_of(carried, size)
+    except ConfigError as error:
+        problems = [replace(p, key=f"call.{p.key}") for p in error.problems]
+        raise CallError(problems) from None

@@ -1,0 +1,155 @@
+"""`cp.recompute=skip_attention`: activation checkpointing repeats neither attention nor its exchanges, and the numbers stay."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import cp_engine
+from tests.gloo import World, world
+
+SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
+WIDTH = HEADS * HEAD_DIM
+PRESETS = ("ulysses", "allgather_kv", "ring_zigzag", "needed_kv")
+
+
+class Layers(nn.Module):
+    """Two layers, each checkpointed as a whole."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.float64) for _ in range(2))
+        self.attention = nn.ModuleList(cp_engine.Attention() for _ in range(2))
+        self.mode = mode
+
+    def layer(self, x: Tensor, i: int) -> Tensor:
+        q, k, v = self.qkv[i](x).unflatten(2, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        return x + self.attention[i](q, k, v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(2):
+            if self.mode == "none":
+                x = self.layer(x, i)
+            else:
+                x = checkpoint(self.layer, x, i, use_reentrant=self.mode == "reentrant")
+        return x
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with world(2) as made:
+        yield made
+
+
+def engine_of(preset: str, recompute: str) -> cp_engine.ContextParallel:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    return cp_engine.compile(
+        preset,
+        mesh=mesh,
+        sequence=SEQUENCE,
+        heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.float64,
+        overrides=[f"cp.recompute={recompute}"],
+    )
+
+
+def gradients(preset: str, recompute: str, mode: str, same: bool = False) -> tuple[list[Tensor], int, int]:
+    """Two forwards of one model, then their backwards in the other order: gradients, and exchanges of each way."""
+    engine, model = engine_of(preset, recompute), Layers(mode)
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(2, SEQUENCE, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)]
+    local = [engine.shard(x).requires_grad_() for x in (whole[:1] * 2 if same else whole)]
+    with engine.context(model):
+        outs = [model(x) for x in local]
+        forward = engine.collectives
+    for i, out in enumerate(outs):  # after the block is left, the first forward's backward first
+        (out.square().sum() * (i + 1)).backward()
+    found = [p.grad for p in model.parameters()] + [x.grad for x in local]
+    backward = engine.collectives - forward
+    engine.close()
+    return found, forward, backward
+
+
+def check_exchanges(preset: str) -> None:
+    wanted, forward, backward = gradients(preset, "all", "none")
+    for recompute, mode, repeated in (
+        ("all", "non-reentrant", forward),
+        ("skip_attention", "non-reentrant", 0),
+        ("skip_attention", "none", 0),
+        ("skip_attention", "reentrant", forward),  # its forward leaves no graph that anything could be kept with
+    ):
+        found, there, back = gradients(preset, recompute, mode)
+        assert (there, back) == (forward, backward + repeated), (recompute, mode)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b), (recompute, mode)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_recompute_repeats_no_exchange_and_gives_the_same_bits(two, preset):
+    two.run(check_exchanges, preset)
+
+
+def check_equal_inputs() -> None:
+    wanted, _, backward = gradients("ulysses", "all", "none", same=True)
+    found, _, back = gradients("ulysses", "skip_attention", "non-reentrant", same=True)
+    assert back == backward
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_passes_of_equal_inputs_keep_one_record_each(two):
+    two.run(check_equal_inputs)
+
+
+def check_other_numbers() -> None:
+    """A recompute that is no repetition must not get what another pass left."""
+    engine, attention = engine_of("ulysses", "skip_attention"), cp_engine.Attention()
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, HEADS, SEQUENCE, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(3))
+    local = [engine.shard(x, dim=2).requires_grad_() for x in (q, k, v)]
+    seen: list[int] = []
+
+    def restless(*tensors: Tensor) -> Tensor:
+        seen.append(len(seen))
+        return attention(tensors[0] * (1.0 + len(seen)), *tensors[1:])
+
+    with engine.context(attention):
+        out = checkpoint(restless, *local, use_reentrant=False)
+        forward = engine.collectives
+        found = torch.autograd.grad(out.sum(), local)
+    assert engine.collectives == 3 * forward  # the exchanges of the recompute and those of backward
+    with engine.context(attention):
+        again = attention(local[0] * 3.0, *local[1:])
+        first = attention(local[0] * 2.0, *local[1:]).detach()
+    assert torch.equal(out.detach(), first)
+    wanted = torch.autograd.grad(again.sum(), local)
+    torch.testing.assert_close(found[2], wanted[2])
+    engine.close()
+
+
+def test_recompute_of_other_numbers_is_computed(two):
+    two.run(check_other_numbers)
+
+
+def check_released() -> None:
+    engine, model = engine_of("allgather_kv", "skip_attention"), Layers("non-reentrant")
+    x = engine.shard(torch.randn(1, SEQUENCE, WIDTH, dtype=torch.float64))
+    with engine.context(model):
+        out = model(x)
+        tokens = [t() for m in model.attention for _, t in m.forward._with_graph]
+        assert all(t is not None and t.memo.record is not None for t in tokens) and len(tokens) == 2
+        out.sum().backward()
+        assert all(t.memo.record is None for t in tokens)
+        del out, tokens
+        assert all(t() is None for m in model.attention for _, t in m.forward._with_graph)
+    engine.close()
+
+
+def test_what_is_kept_is_released_by_its_backward(two):
+    two.run(check_released)
