@@ -78,7 +78,11 @@ class Reader:
             )
         if self.problems or axes is None:
             return Mesh(axes=tuple(sizes), sizes=(1,) * len(sizes))
-        mesh = Mesh(axes=axes, sizes=tuple(sizes[a] for a in axes))
+        mesh, given = Mesh(axes=axes, sizes=tuple(sizes[a] for a in axes)), cp.get("degree")
+        if isinstance(given, int) and world_degree is not None and given != world_degree:
+            tries = (f"cp.degree={world_degree}", "cp.degree=null")
+            self.add("cp.degree", f"is {given}, and the device mesh has {world_degree} ranks", tries=tries)
+            return mesh
         for key, degree in (("cp.degree", cp.get("degree")), ("the device mesh", world_degree)):
             mesh = self._resized(mesh, key, degree)
         return mesh

@@ -660,7 +660,7 @@ def test_masks_that_show_the_same_pairs_are_the_same(plan: dict[str, object], ca
     [
         (WINDOW, {}, "call.is_causal", "is True, and the plan was proved for the mask window"),
         (WINDOW, {"is_causal": False}, "call.is_causal", "is False, and the plan was proved for the mask window"),
-        (WINDOW, {"mask": "causal"}, "call.mask", "is causal and the plan was proved for the mask window"),
+        (WINDOW, {"mask": "causal"}, "call.mask", "is causal, and the plan was proved for the mask window"),
         (WINDOW, {"mask": {**WINDOW, "left": 4}}, "call.mask", "is window (its boundaries differ)"),
         (
             DOCUMENTS,

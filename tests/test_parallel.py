@@ -180,3 +180,18 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused(tmp_path: Path) 
     config = configured(tmp_path, "cp=ulysses", "titan.training.local_batch_size=3", *overrides)
     (problem,) = refusals(config)
     assert problem.key == "titan.parallelism.pipeline_parallel_microbatch_size" and "3" in problem.what
+
+
+def test_a_latent_beside_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    options = ("+titan.parallelism.tensor_parallel_degree=2", "titan.training.seq_len=256")
+    (problem,) = torchtitan.check(configured(tmp_path, "cp=mla_ulysses", *options))
+    assert problem.key == "titan.parallelism.tensor_parallel_degree" and "expands k and v" in problem.what
+    assert torchtitan.check(configured(tmp_path, "cp=ulysses", *options)) == []
+
+
+def test_a_graph_with_what_differs_from_call_to_call_is_refused(tmp_path: Path) -> None:
+    compiled = ("+titan.compile.enable=true", "cp=ulysses")
+    assert torchtitan.check(configured(tmp_path, *compiled)) == []
+    for more, word in (("cp.recompute=skip_attention", "cp.recompute"), ("mask=document", "mask of its own")):
+        (problem,) = torchtitan.check(configured(tmp_path, *compiled, more))
+        assert problem.key == "titan.compile.components" and word in problem.what

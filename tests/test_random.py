@@ -91,6 +91,25 @@ ESCAPES: list[tuple[str, Case, str]] = [
         "CoverageError",
     ),
     (
+        "RuntimeError where a rank without heads has the rotary key and not the latent",
+        Case(
+            composed(
+                {"a": 2},
+                {
+                    "gather": gather(["a"], ["k_rope"], "all"),
+                    "cut": to_heads(["a"], ["kv_latent"]),
+                    "in": to_heads(["a"], ["q"]),
+                    "expand": {"kind": "expand"},
+                    "attend": DENSE,
+                    "back": {"kind": "undo", "of": "in", "tensors": ["out"]},
+                },
+            ),
+            replace(CALL, latent_dim=3, rope_dim=2),
+            CAUSAL,
+        ),
+        "CoverageError",
+    ),
+    (
         "TypeError for a field that is no name",
         Case(composed({}, {"attend": {**DENSE, 1: 2}}), CALL, CAUSAL),
         "ConfigError",

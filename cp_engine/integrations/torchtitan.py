@@ -9,7 +9,7 @@ from cp_engine import data, job
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import value_of
 from cp_engine.mask import is_from_call
-from cp_engine.schema import degree_of
+from cp_engine.schema import degree_of, read
 
 STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
     ("training.dataset", "the text is chosen by the data group", "data.path"),
@@ -66,7 +66,23 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     if titan_value(config, "comm.mode", "default") != "default":
         what = f"is {titan_value(config, 'comm.mode')!r}; the engine's collectives need real ranks"
         problems.append(Problem(key="titan.comm.mode", what=what, tries=("titan.comm.mode=default",)))
-    return [*problems, *_compile_problems(config), *_expert_problems(config), *_check_resume(config)]
+    return [
+        *problems,
+        *_latent_problems(config),
+        *_compile_problems(config),
+        *_expert_problems(config),
+        *_check_resume(config),
+    ]
+
+
+def _latent_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A composition that expands the latent needs the whole matrix, which tensor parallelism cuts by heads."""
+    cp, key = config["cp"], "titan.parallelism.tensor_parallel_degree"
+    assert isinstance(cp, Mapping)
+    degree, parameters = int(str(value_of(config, key))), {p for s in read(cp, None).steps for p in s.parameters}
+    if degree > 1 and "kv_up" in parameters:
+        what = f"is {degree}, and the composition expands k and v with a matrix that tensor parallelism would cut"
+        yield Problem(key=key, what=what, tries=(f"{key}=1",))
 
 
 def _compile_problems(config: Mapping[str, object]) -> Iterator[Problem]:
