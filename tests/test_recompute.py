@@ -137,6 +137,27 @@ def test_recompute_of_other_numbers_is_computed(two):
     two.run(check_other_numbers)
 
 
+def check_exchanged_rows() -> None:
+    """The same sequences in another order are other numbers, though a digest without places would be the same."""
+    engine, attention = engine_of("ulysses", "skip_attention"), cp_engine.Attention()
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(2, HEADS, SEQUENCE, HEAD_DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
+    local = [engine.shard(x, dim=2) for x in whole]
+    calls = [[x.clone().requires_grad_() for x in local], [x.flip(0).clone().requires_grad_() for x in local]]
+    upstream = torch.randn(local[2].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with engine.context(attention):
+        wanted = [torch.autograd.grad(attention(*qkv), qkv, upstream) for qkv in calls]
+        outs = [checkpoint(attention, *qkv, use_reentrant=False) for qkv in calls]
+        found = [torch.autograd.grad(out, qkv, upstream) for out, qkv in zip(outs, calls, strict=True)]
+    for a, b in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, a, b))
+    engine.close()
+
+
+def test_sequences_in_another_order_are_other_numbers(two):
+    two.run(check_exchanged_rows)
+
+
 def check_released() -> None:
     engine, model = engine_of("allgather_kv", "skip_attention"), Layers("non-reentrant")
     x = engine.shard(torch.randn(1, SEQUENCE, WIDTH, dtype=torch.float64))
