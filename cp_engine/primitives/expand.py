@@ -76,15 +76,22 @@ class Expand(Step):
         )
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
-        heads = planned.layout_after("k").heads
-        return ExpandOperation([heads[r] for r in target.ranks], plan.shape.head_dim - plan.shape.rope_dim)
+        heads, rope = planned.layout_after("k").heads, planned.layout_before("k_rope").heads
+        has_rope = [rope[r].count > 0 for r in target.ranks]
+        return ExpandOperation([heads[r] for r in target.ranks], has_rope, plan.shape.head_dim - plan.shape.rope_dim)
 
 
 class ExpandOperation:
-    """One matrix product forward, two backward."""
+    """One matrix product forward, two backward.
 
-    def __init__(self, heads: Sequence[IndexSet], nope_dim: int) -> None:
-        self._heads, self._nope_dim = tuple(heads), nope_dim
+    Args:
+        heads: per local rank, the q heads that are expanded for; a rank without any may hold the latent or not.
+        has_rope: per local rank, whether the rotary key is there.
+        nope_dim: width of the part of a key that is expanded.
+    """
+
+    def __init__(self, heads: Sequence[IndexSet], has_rope: Sequence[bool], nope_dim: int) -> None:
+        self._heads, self._has_rope, self._nope_dim = tuple(heads), tuple(has_rope), nope_dim
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
         latents, ropes, weights = sketches.pop("kv_latent"), sketches.pop("k_rope"), sketches.pop("kv_up")
@@ -119,24 +126,24 @@ class ExpandOperation:
         yield from ()
         n = len(self._heads)
         found: Values = {"kv_latent": [], "k_rope": [], "kv_up": []}
-        for latent, weight, heads, dk, dv in zip(
-            saved[:n], saved[n:], self._heads, grads.pop("k"), grads.pop("v"), strict=True
+        for latent, weight, heads, has_rope, dk, dv in zip(
+            saved[:n], saved[n:], self._heads, self._has_rope, grads.pop("k"), grads.pop("v"), strict=True
         ):
+            wide = torch.promote_types(weight.dtype, torch.float32)  # sums over heads and, after this, over ranks
+            drope = dk[..., self._nope_dim :].to(wide)
+            found["k_rope"].append(drope.sum(1, keepdim=True) if has_rope else drope)
             rows = _rows(weight, heads)
             if not latent.shape[1]:
                 found["kv_latent"].append(latent)
-                found["k_rope"].append(dk[..., self._nope_dim :])
                 found["kv_up"].append(torch.zeros_like(weight))
                 continue
             dup = torch.cat((dk[..., : self._nope_dim], dv), 3).transpose(1, 2).flatten(2).flatten(0, 1).to(rows.dtype)
-            wide = torch.promote_types(rows.dtype, torch.float32)  # a sum over heads and, after this, over ranks
             dlatent = (dup @ rows.flatten(0, 1)).to(wide).view(latent.shape)
             part = (dup.T @ latent.flatten(0, 2)).view(rows.shape)
             share = torch.zeros_like(weight)
             for local, r in zip(heads.offsets, heads.runs, strict=True):
                 share[r.slice()] = part[local : local + r.count]
             found["kv_latent"].append(dlatent)
-            found["k_rope"].append(dk[..., self._nope_dim :].to(wide).sum(1, keepdim=True))
             found["kv_up"].append(share)
         grads.update(found)
         return ()

@@ -1,0 +1,52 @@
+"""The latent on ranks that hold none of it: one head cannot be cut over several ranks, and the others have nothing to expand."""
+
+from dataclasses import replace
+
+import pytest
+
+from cp_engine import verify
+from cp_engine.errors import CoverageError
+from tests.helpers import plan_of, small
+
+SHAPE = small(sequence=21, batch=3, latent_dim=6, rope_dim=3)
+HEADS = {"kind": "all_to_all", "axes": ["a"], "split": "heads", "concat": "sequence"}
+GATHER = {"kind": "all_gather", "axes": ["a"]}
+
+
+def composition(ranks: int, **steps: dict[str, object]) -> dict[str, object]:
+    return {
+        "name": "latent",
+        "mesh": {"a": ranks},
+        "axes": ["a"],
+        "layout": "striped",
+        "order": list(steps),
+        "steps": steps,
+    }
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4])
+@pytest.mark.parametrize(("cut", "whole"), [("kv_latent", "k_rope"), ("k_rope", "kv_latent"), (None, None)])
+def test_ranks_without_a_query_head_may_hold_any_part_of_the_latent(heads: int, cut: str | None, whole: str | None):
+    moves = {"cut": {**HEADS, "tensors": ["kv_latent", "k_rope"]}}
+    if cut is not None:
+        moves = {"gather": {**GATHER, "tensors": [whole]}, "cut": {**HEADS, "tensors": [cut]}}
+    cp = composition(
+        4,
+        to_heads={**HEADS, "tensors": ["q"]},
+        **moves,
+        expand={"kind": "expand"},
+        attend={"kind": "dense"},
+        back={"kind": "undo", "of": "to_heads", "tensors": ["out"]},
+    )
+    shape = replace(SHAPE, heads=heads, kv_heads=heads)
+    rows = verify.in_one_process(plan_of(cp, shape=shape), {"kind": "causal"})
+    assert [r.name for r in rows] == ["out", "dq", "dkv_latent", "dk_rope", "dkv_up", "influence"]
+    assert [r for r in rows if not r.is_good] == []
+
+
+def test_query_heads_without_the_latent_are_refused():
+    cp = composition(
+        2, cut={**HEADS, "tensors": ["kv_latent", "k_rope"]}, expand={"kind": "expand"}, attend={"kind": "dense"}
+    )
+    with pytest.raises(CoverageError, match="expand a latent that is not there"):
+        plan_of(cp, shape=replace(SHAPE, heads=1, kv_heads=1))
