@@ -107,7 +107,7 @@ ESCAPES: list[tuple[str, Case, str]] = [
             replace(CALL, latent_dim=3, rope_dim=2),
             CAUSAL,
         ),
-        "CoverageError",
+        "right",
     ),
     (
         "TypeError for a field that is no name",
