@@ -31,6 +31,7 @@ KEYS: Mapping[str, str] = {
     "explain.format": "'text' | 'json'",
     "verify.level": "'attention' | 'training'",
     "verify.target": "'process' | 'ranks'",
+    "verify.reference": "'parallel' | 'single'",
 }
 ELSEWHERE = ("cp", "mask")
 

@@ -29,6 +29,9 @@ class World:
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
+        for pipe in self.pipes:  # importing torch on a busy machine takes a minute: a slow start is no hang
+            assert pipe.poll(180), "a rank does not start"
+            pipe.recv()
 
     def run(self, function: Callable[..., object], *arguments: object, fails: bool = False) -> list[object]:
         """Calls an importable function on every rank, and returns what each returned; raises what any rank raised.
@@ -70,6 +73,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: "mp.connection.Connection") ->
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    pipe.send("ready")
     while (job := pipe.recv()) is not None:
         function, arguments = job
         try:
