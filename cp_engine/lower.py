@@ -192,6 +192,9 @@ class Program:
 
     def forward(self, values: Values, scale: float) -> Record:
         """Runs every operation, head group by head group."""
+        if self._groups == 1:  # nothing to overlap with: the fewest calls
+            saved = _ended(self._forward_chain(values, scale))
+            return Record(tuple(values["out"]), tuple(x for part in saved for x in part), tuple(map(len, saved)))
         parts = [self._part(values, i) for i in range(self._groups)]
         chains = [self._forward_chain(part, scale) for part in parts]
         records = interleaved(chains)
@@ -202,6 +205,10 @@ class Program:
 
     def backward(self, douts: Sequence[Tensor], saved: Saved, sizes: Sequence[int], scale: float) -> Values:
         """The gradients of the inputs: the adjoint of each operation, in reverse."""
+        if self._groups == 1:
+            grads: Values = {"out": list(douts)}
+            _ended(self._backward_chain(grads, saved, sizes, scale))
+            return grads
         n, chains, parts = len(self.operations), [], []
         for i in range(self._groups):
             here = list(sizes[i * n : (i + 1) * n])
@@ -235,6 +242,16 @@ class Program:
             yield from operation.backward(grads, saved[end - size : end], scale)
             end -= size
         return []
+
+
+def _ended(chain: Generator[None, None, list[Saved]]) -> list[Saved]:
+    """What a chain returns that nothing else runs beside."""
+    while True:
+        try:
+            next(chain)
+        except StopIteration as end:
+            saved: list[Saved] = end.value
+            return saved
 
 
 def interleaved(chains: Iterable[Generator[None, None, list[Saved]]]) -> list[list[Saved]]:

@@ -6,6 +6,7 @@ MPI_Alltoallw; all_gather is a fast path for even, complete gathers.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -145,15 +146,10 @@ class Redistribution:
         if channel is None:
             return lambda: {name: self._local(self._results[name], values[name]) for name in self._tensors}
         if self._evens:
-            waits = [
-                start_even(evens, [values[n][0] for n in names], channel, is_gather=self._is_gather)
-                for names, evens in zip(self._names, self._evens, strict=True)
-            ]
-            return lambda: {
-                n: [x]
-                for names, wait in zip(self._names, waits, strict=True)
-                for n, x in zip(names, wait(), strict=True)
-            }
+            waits = []
+            for names, evens in zip(self._names, self._evens, strict=True):
+                waits.append(start_even(evens, [values[n][0] for n in names], channel, is_gather=self._is_gather))
+            return partial(_finished, self._names, waits)
         batch = values[self._tensors[0]][0].shape[0]
         if batch not in self._bundles:  # a pure function: ranks cannot disagree on whether to exchange
             self._bundles[batch] = [self._bundle(names, values) for names in self._names]
@@ -234,7 +230,8 @@ class Redistribution:
 def _finished(names: Sequence[tuple[str, ...]], waits: list[Callable[[], list[Tensor]]]) -> Values:
     results: Values = {}
     for together in names:  # a buffer is let go when its tensors are made of it
-        results.update((n, [x]) for n, x in zip(together, waits.pop(0)(), strict=True))
+        for name, x in zip(together, waits.pop(0)(), strict=True):
+            results[name] = [x]
     return results
 
 
