@@ -5,12 +5,14 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,6 +21,10 @@ from cp_engine.progress import last_lines, log_path
 
 Config = dict[str, object]
 
+NAMES = ("SpawnProcess", "ForkServerProcess")
+"""How Python calls the processes that it starts."""
+SET_BY_AGENT = re.compile("(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|TORCH_NCCL_|NCCL_)|(RANK|WORLD_SIZE)$")
+"""What torch's agent puts into the environment of a rank."""
 LOG_LINES = 15
 """How many lines of a failed rank's log the error shows."""
 SECONDS_SEEN_LATE = 1.0
@@ -68,7 +74,7 @@ class Deaths:
 
     def _look(self) -> None:
         if len(self._processes) < self.ranks:
-            children = [child for child in multiprocessing.active_children() if "Spawn" in child.name]
+            children = [child for child in multiprocessing.active_children() if child.name.startswith(NAMES)]
             self._processes = sorted(children, key=lambda child: int(child.name.rpartition("-")[2]))  # started in order
             return
         for rank, process in enumerate(self._processes):
@@ -83,13 +89,16 @@ def section(config: Mapping[str, object], name: str) -> Config:
     return {str(key): value for key, value in node.items()}
 
 
-def run_rank(function: Callable[[Config], None], config: Config) -> None:
+def run_rank(function: Callable[[Config], None], config: Config, environment: Mapping[str, str]) -> None:
     """One rank: its lines go to its own log, its error into a file that the parent reads.
 
     Args:
         function: what the rank does.
         config: its argument, with `launch.output_dir`.
+        environment: of the process that started the ranks.
     """
+    _take_environment(environment)
+    _end_with_parent()
     output_dir, rank = Path(str(section(config, "launch")["output_dir"])), int(os.environ["RANK"])
     redirect(log_path(output_dir, rank))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # what torch sends when the parent dies; must not wait for Python
@@ -105,6 +114,30 @@ def run_rank(function: Callable[[Config], None], config: Config) -> None:
         os._exit(1)  # destructors of a broken process group can wait for the other ranks, or abort
     # gloo's threads can outlive the process group, and abort a process that has done its work while it ends
     atexit.register(_leave)
+
+
+def _take_environment(environment: Mapping[str, str]) -> None:
+    """The starting process's environment: a forked rank comes with that of the server that it was forked from."""
+    for name in set(os.environ) - set(environment):
+        if not SET_BY_AGENT.match(name):
+            del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if not SET_BY_AGENT.match(name)})
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():  # read when torch was loaded, which may have been there
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _end_with_parent() -> None:
+    """Ends this rank when the process that started it is gone, however that ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def watch(sentinel: int) -> None:
+            wait([sentinel])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, args=(parent.sentinel,), name="parent", daemon=True).start()
 
 
 def _leave() -> None:

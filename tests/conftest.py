@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# Two test processes on two cores: more threads would only wait for each other. Before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 LAUNCH = Path(__file__).parents[1] / "launch.py"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cp_engine import elastic
+
 TIMEOUT_SECONDS = 20
 
 
@@ -18,7 +20,8 @@ class World:
     """Ranks that wait for functions."""
 
     def __init__(self, ranks: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # torch is imported once for all worlds of a test process
+        context.set_forkserver_preload(list(elastic.PRELOADED))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

@@ -365,9 +365,7 @@ def test_ctrl_c_leaves_no_process_and_exits_130(tmp_path: Path, whole_group: boo
 
 def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with running(tmp_path, r"step +2/") as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ranks = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(int(ranks[1]), signal.SIGKILL)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
         began = time.monotonic()
         _, err = process.communicate(timeout=30)
         assert process.returncode == 1
@@ -375,6 +373,25 @@ def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert "SIGKILL" in err
         assert time.monotonic() - began < 10
         assert gone(process.pid)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of the ranks, in order: the fork server's children."""
+    (server,) = (pid for pid in children_of(launcher) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return children_of(server)
+
+
+def children_of(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path, r"step +1/") as process:
+        assert len(ranks_of(process.pid)) == 2
+        process.kill()
+        assert gone(
+            process.pid, 10.0
+        )  # the server, which nobody waits for, takes some seconds to unload what it imported
 
 
 def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(launch: Callable[..., Result]) -> None:

@@ -1,18 +1,13 @@
 """Whole compositions with all ranks in one process: whatever compiles is right, whatever is not right is reported."""
 
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
-from math import prod
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cp_engine import mask
 from cp_engine.check import Composition, prove
 from cp_engine.cost import totals
-from cp_engine.errors import CoverageError, CPError, LayoutError
+from cp_engine.errors import CoverageError, LayoutError
 from cp_engine.index_set import IndexSet, Run
 from cp_engine.layout import Layout, Mesh
 from cp_engine.plan import Plan, Shape, State
@@ -28,7 +23,6 @@ from tests.helpers import (
     executed,
     factored,
     fitting,
-    masks,
     mesh_for,
     plan_of,
     shipped,
@@ -48,15 +42,6 @@ def on_all_meshes(preset: str, degree: int, *overrides: str, shape: Shape = UNEV
     assert isinstance(axes, list)
     turns = range(len(factored(degree, len(axes))))
     return [plan_of(preset, *overrides, degree=degree, turn=t, shape=fitting(preset, shape)) for t in turns]
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
-@pytest.mark.parametrize("degree", [1, 2, 3, 4, 6, 8])
-@pytest.mark.parametrize("preset", EXCHANGING)
-def test_preset_equals_reference(preset: str, degree: int, layout: str) -> None:
-    for plan in on_all_meshes(preset, degree, f"layout@cp.layout={layout}"):
-        assert plan.degree == degree
-        assert_equals_reference(plan, CAUSAL)
 
 
 def test_degrees_are_factored_over_the_axes_in_every_order() -> None:
@@ -104,9 +89,9 @@ def test_ranks_send_what_the_plan_says(
 ) -> None:
     monkeypatch.setattr(exchange, "PACKED_BYTES", packed_bytes)
     shape = small(batch=2, sequence=sequence, heads=heads, kv_heads=kv_heads, v_head_dim=4)
-    for layout in ("contiguous", "zigzag"):
-        for plan in on_all_meshes(preset, 4, f"layout@cp.layout={layout}", shape=shape):
-            executed(plan)
+    layout = "zigzag" if packed_bytes else "contiguous"
+    for plan in on_all_meshes(preset, 4, f"layout@cp.layout={layout}", shape=shape):
+        executed(plan)
 
 
 # ------------------------------------------------------------------ sinks and head groups
@@ -118,7 +103,7 @@ def test_sinks_equal_reference_and_their_gradient_is_the_sum_of_the_ranks_shares
         executed(plan)
 
 
-@pytest.mark.parametrize("groups", [2, 3, 6])
+@pytest.mark.parametrize("groups", [2, 6])
 @pytest.mark.parametrize("preset", [p for p in PRESETS if not begins_with_latent(p)])
 def test_head_groups_one_after_the_other_equal_reference_and_do_the_same_work(preset: str, groups: int) -> None:
     overrides = ("cp.steps.attend.sinks=true", f"cp.pipeline={groups}")
@@ -138,185 +123,17 @@ def test_masks_that_come_with_each_call_are_planned_as_one_document(preset: str)
     assert_equals_reference(plan, CAUSAL)
 
 
-# ------------------------------------------------------------------ random compositions
-HEADS = [(1, 1), (2, 1), (4, 4), (4, 2), (6, 3), (6, 2), (7, 7), (8, 2)]
-ATTEND: Node = {"kind": "dense"}
-
-
-def a2a(*axes: str) -> Node:
-    return {
-        "kind": "all_to_all",
-        "axes": list(axes),
-        "tensors": ["q", "k", "v"],
-        "split": "heads",
-        "concat": "sequence",
-    }
-
-
-def gather(*axes: str, only: str = "all") -> Node:
-    return {"kind": "all_gather", "axes": list(axes), "tensors": ["k", "v"], "only": only}
-
-
-def reorder(to: str, *over: str) -> Node:
-    return {"kind": "reorder", "to": to, "over": list(over) or None, "tensors": ["q", "k", "v"]}
-
-
-def undo(of: str) -> Node:
-    return {"kind": "undo", "of": of, "tensors": ["out"]}
-
-
-Template = Callable[[list[str], str, str], dict[str, Node]]
-ONE_AXIS: list[Template] = [
-    lambda x, to, only: {"in": a2a(*x), "attend": ATTEND, "back": undo("in")},
-    lambda x, to, only: {"fetch": gather(*x, only=only), "attend": ATTEND},
-    lambda x, to, only: {
-        "deal": reorder(to, *x),
-        "fetch": gather(*x, only=only),
-        "attend": ATTEND,
-        "back": undo("deal"),
-    },
-    lambda x, to, only: {"deal": reorder(to), "in": a2a(*x), "attend": ATTEND, "out": undo("in"), "back": undo("deal")},
-]
-TWO_AXES: list[Template] = [
-    *ONE_AXIS,
-    lambda x, to, only: {"one": a2a(x[0]), "two": a2a(x[1]), "attend": ATTEND, "b": undo("two"), "a": undo("one")},
-    lambda x, to, only: {"in": a2a(x[0]), "fetch": gather(x[1], only=only), "attend": ATTEND, "back": undo("in")},
-    lambda x, to, only: {"one": gather(x[0]), "two": gather(x[1], only=only), "attend": ATTEND},
-    lambda x, to, only: {
-        "deal": reorder(to, x[0]),
-        "in": a2a(x[1]),
-        "fetch": gather(x[0], only=only),
-        "attend": ATTEND,
-        "out": undo("in"),
-        "back": undo("deal"),
-    },
-    lambda x, to, only: {
-        "fetch": gather(x[0]),
-        "in": {**a2a(x[1]), "tensors": ["k", "v"]},
-        "also": {**a2a(x[1]), "tensors": ["q"]},
-        "attend": ATTEND,
-        "back": undo("also"),
-    },
-]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A composition with the call that it is for."""
-
-    cp: Node
-    shape: Shape
-    mask: dict[str, object]
-
-    def plan(self) -> Plan:
-        return plan_of(self.cp, shape=self.shape, mask=self.mask)
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    sizes = draw(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2), (1, 2), (2, 4)]))
-    axes = ["a", "b"][: len(sizes)]
-    template = draw(st.sampled_from(ONE_AXIS if len(sizes) == 1 else TWO_AXES))
-    kinds = st.sampled_from(["contiguous", "zigzag", "striped"])
-    over = draw(st.sampled_from([None, *([a] for a in axes), axes, axes[::-1]]))
-    steps = template(draw(st.permutations(axes)), draw(kinds), draw(st.sampled_from(["all", "visible"])))
-    if draw(st.booleans()):  # everything divides, so that exchanges are even
-        heads, kv_heads = (n * prod(sizes) for n in draw(st.sampled_from([(1, 1), (2, 1), (2, 2)])))
-        sequence = draw(st.integers(1, 3)) * 2 * prod(sizes)
-    else:
-        heads, kv_heads = draw(st.sampled_from(HEADS))
-        sequence = draw(st.integers(1, 24))
-    shape = small(
-        batch=draw(st.integers(1, 2)),
-        sequence=sequence,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([3, 4])),
-        v_head_dim=draw(st.sampled_from([2, 4, 5])),
-    )
-    cp: Node = {
-        "name": "random",
-        "mesh": dict(zip(axes, sizes, strict=True)),
-        "axes": draw(st.permutations(axes)),
-        "layout": {"kind": draw(kinds), "over": over},
-        "order": list(steps),
-        "steps": steps,
-    }
-    return Case(cp, shape, draw(masks(sequence)))
-
-
-@st.composite
-def damaged(draw: st.DrawFn) -> Case:
-    """A composition with one or two faults of the kind that people make."""
-    case = deepcopy(draw(cases()))
-    steps, order = case.cp["steps"], case.cp["order"]
-    assert isinstance(steps, dict) and isinstance(order, list)
-    other = {"sequence": "heads", "heads": "sequence", "all": "visible", "visible": "all"}
-    for _ in range(draw(st.integers(1, 2))):
-        name = draw(st.sampled_from(order))
-        node = steps[name] = dict(steps[name])
-        what = draw(st.sampled_from(["drop", "swap dims", "axes", "exchange", "tensors", "again", "of", "only", "dim"]))
-        if what == "drop" and len(order) > 1:
-            order.remove(name)
-            del steps[name]
-        elif what == "exchange":
-            i, j = draw(st.integers(0, len(order) - 1)), draw(st.integers(0, len(order) - 1))
-            order[i], order[j] = order[j], order[i]
-        elif what == "swap dims" and "split" in node:
-            node["split"], node["concat"] = node["concat"], node["split"]
-        elif what == "axes":
-            key = next((k for k in ("axes", "over") if k in node), None)
-            if key is not None:
-                node[key] = draw(st.lists(st.sampled_from(["a", "b"]), min_size=1, max_size=2, unique=True))
-        elif what == "tensors" and "tensors" in node:
-            node["tensors"] = draw(st.lists(st.sampled_from(["q", "k", "v", "out"]), min_size=1, unique=True))
-        elif what == "again":
-            steps["again"] = dict(node)
-            order.insert(draw(st.integers(0, len(order))), "again")
-        elif what == "of" and "of" in node:
-            node["of"] = draw(st.sampled_from(order))
-        elif what == "only" and "only" in node:
-            node["only"] = other[str(node["only"])]
-        elif what == "dim" and node["kind"] == "all_gather":
-            node["dim"] = "heads"
-        if order.count("again") > 1:
-            order.remove("again")
-    return case
-
-
-def right_or_refused(case: Case) -> bool:
-    """Whether it compiles; then it must be right. Anything but a CPError is a fault of the engine."""
-    try:
-        plan = case.plan()
-    except CPError:
-        return False
-    assert_equals_reference(plan, case.mask)
-    return True
-
-
-@settings(max_examples=120)
-@given(cases())
-def test_random_composition_compiles_and_equals_reference(case: Case) -> None:
-    assert right_or_refused(case)
-
-
-@settings(max_examples=40)
-@given(cases())
-def test_random_composition_executes_as_planned(case: Case) -> None:
-    executed(case.plan())
-
-
-@settings(max_examples=200)
-@given(damaged())
-def test_damaged_composition_is_refused_or_right(case: Case) -> None:
-    right_or_refused(case)
-
-
+# ------------------------------------------------------------------ faults that random compositions found
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("sequence", [2, 3, 4])
 def test_gradients_are_summed_where_other_elements_are_dropped(sequence: int, mask: str) -> None:
     """Ranks without queries want no keys, so as many elements are dropped as are replicated: totals alone do not tell."""
-    steps = {"one": gather("a"), "two": gather("b", only="visible"), "attend": ATTEND}
+    gather = {"kind": "all_gather", "tensors": ["k", "v"]}
+    steps: Node = {
+        "one": {**gather, "axes": ["a"]},
+        "two": {**gather, "axes": ["b"], "only": "visible"},
+        "attend": {"kind": "dense"},
+    }
     cp: Node = {
         "name": "nested",
         "mesh": {"a": 2, "b": 2},
@@ -327,27 +144,6 @@ def test_gradients_are_summed_where_other_elements_are_dropped(sequence: int, ma
     }
     plan = plan_of(cp, shape=small(sequence=sequence, heads=1, head_dim=3), mask=mask)
     assert_equals_reference(plan, {"kind": mask})
-
-
-@pytest.mark.long
-@settings(max_examples=4000)
-@given(cases())
-def test_many_random_compositions_compile_and_equal_reference(case: Case) -> None:
-    assert right_or_refused(case)
-
-
-@pytest.mark.long
-@settings(max_examples=1000)
-@given(cases())
-def test_many_random_compositions_execute_as_planned(case: Case) -> None:
-    executed(case.plan())
-
-
-@pytest.mark.long
-@settings(max_examples=8000)
-@given(damaged())
-def test_many_damaged_compositions_are_refused_or_right(case: Case) -> None:
-    right_or_refused(case)
 
 
 def test_half_types_travel_as_planned() -> None:

@@ -1,6 +1,6 @@
 """`verify` in float64 with all ranks in one process: every preset on every mask, head layout, number of ranks and length.
 
-The covering sample runs every value of a field beside every value of every other field. The whole matrix (`-m long`, with `-s` for
+The covering sample runs every value of a field beside every value of every other field. The whole matrix (`-m long`, with `-n 0 -s` for
 its counts) runs the product of masks, heads, ranks, lengths and batches; the other fields are drawn for each of its cases.
 """
 

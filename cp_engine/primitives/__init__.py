@@ -1,6 +1,8 @@
 """The one table of primitives: kind -> class. Own ones come from the entry-point group `cp_engine.primitives`."""
 
+import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 
 from cp_engine.plan import Step
@@ -24,6 +26,12 @@ def installed() -> dict[str, type[Order] | type[Step]]:
     Raises:
         ValueError: a package names a kind that exists already, or something that is no primitive.
     """
+    return dict(_installed(tuple(sys.path)))
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> Mapping[str, type[Order] | type[Step]]:
+    """Looked up once for each path: reading the metadata of all packages takes longer than planning."""
     table = dict(PRIMITIVES)
     for entry in entry_points(group="cp_engine.primitives"):
         primitive = entry.load()
