@@ -78,7 +78,8 @@ class Deaths:
             self._processes = sorted(children, key=lambda child: int(child.name.rpartition("-")[2]))  # started in order
             return
         for rank, process in enumerate(self._processes):
-            if rank not in self._seen and process.exitcode is not None:
+            # not its exit code: of a forked rank the first reader takes it, and that has to be the agent
+            if rank not in self._seen and wait([process.sentinel], 0):
                 self._seen[rank] = time.time()
 
 
