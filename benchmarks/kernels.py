@@ -27,9 +27,10 @@ from cp_engine import reference, verify
 from cp_engine.compose import compose
 from cp_engine.kernels import KERNELS, Call, Kernel, hardware
 from cp_engine.lower import Program
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.redistribute import Target
 from cp_engine.schema import plan_from_config
+from cp_engine.shape import Shape
 
 BOUNDS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative by norm: some roundings of scores and weights to the bits of each dtype."""

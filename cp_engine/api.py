@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine.compose import compose
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.plan import Shape
 from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
+from cp_engine.shape import Shape
 
 
 def compile(

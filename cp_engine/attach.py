@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from cp_engine.call import Call
 from cp_engine.errors import CallError, Problem
-from cp_engine.lower import Memo
+from cp_engine.lower import Memo, Result
 
 
 class Engine(Protocol):
     """What an attached call goes to."""
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
-        """The attention of one call, on local tensors: [B, H, S_local, Dv], and what a recompute may use of it.
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
+        """The attention of one call, on local tensors, and what a recompute may use of it.
 
         Args:
             call: what the module was called with.
@@ -55,7 +55,7 @@ class Site:
     any other under no_grad), for good. When they disagree, recomputing is refused instead of guessed.
     """
 
-    def __init__(self, module: nn.Module, plain: Callable[..., Tensor], is_own: bool, binding: Binding) -> None:
+    def __init__(self, module: nn.Module, plain: Callable[..., object], is_own: bool, binding: Binding) -> None:
         self.module, self.plain, self.is_own, self.binding = module, plain, is_own, binding
         self.active: list[Engine] = []
         self.users: list[Engine] = []  # engines that were attached and not closed: a recompute may still need them
@@ -66,13 +66,13 @@ class Site:
             Engine | None
         ] = []  # likewise, in eval mode: asked only where nothing else is remembered
 
-    def __call__(self, *args: object, **named: object) -> Tensor:
+    def __call__(self, *args: object, **named: object) -> object:
         # The boundary to a host: whatever it passes must be seen here, to be refused by name instead of dropped.
         if torch.compiler.is_compiling():  # a graph is made once, so it can hold no count and no graph node of a call
             if not self.active:
                 return self.plain(*args, **named)
             call = self.binding(self.module, args, named)
-            return call.finish(self.active[-1].attend_compiled(call))
+            return call.finish(self.active[-1].attend_compiled(call), {})
         is_recompute = torch._C._current_graph_task_id() != -1
         engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
         memo = None
@@ -80,14 +80,15 @@ class Site:
             out = self.plain(*args, **named)
         else:
             call = self.binding(self.module, args, named)
-            out, memo = engine.attend(call, self._passed(engine) if is_recompute else ())
-            out = call.finish(out)
+            result = engine.attend(call, self._passed(engine) if is_recompute else ())
+            out, memo = call.finish(result.out, result.losses), result.memo
         if not is_recompute:
             self.calls += engine is not None
             self._remember(engine, out, memo)
         return out
 
-    def _remember(self, engine: Engine | None, out: Tensor, memo: Memo | None) -> None:
+    def _remember(self, engine: Engine | None, result: object, memo: Memo | None) -> None:
+        out = result[0] if isinstance(result, tuple) else result  # a loss may come beside it
         if isinstance(out, Tensor) and out.grad_fn is not None:
             token = _Token(memo)
             out.grad_fn.metadata["cp_engine"] = token  # type: ignore[index]  # a property, typed as a method

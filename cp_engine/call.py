@@ -31,7 +31,7 @@ Carried: TypeAlias = bool | Mask | Mapping[str, object] | str | HostMask
 """What a call says of visibility: causal or full, a mask or its configuration, or an object of the host's."""
 
 
-def _itself(out: Tensor) -> Tensor:
+def _out(out: Tensor, losses: Mapping[str, Tensor]) -> Tensor:
     return out
 
 
@@ -45,7 +45,8 @@ class Call:
         scale: factor on the scores; None is head_dim ** -0.5.
         mask: what a query may see.
         enable_gqa: whether there may be fewer kv heads than heads.
-        finish: makes the module's result of out [B, H, S_local, Dv].
+        topk: keys that an indexer selects for a query; None where the module has none.
+        finish: makes the module's result of out [B, H, S_local, Dv] and the losses.
     """
 
     tensors: Mapping[str, Tensor]
@@ -53,7 +54,8 @@ class Call:
     scale: float | None = None
     mask: Carried = True
     enable_gqa: bool = False
-    finish: Callable[[Tensor], Tensor] = _itself
+    topk: int | None = None
+    finish: Callable[[Tensor, Mapping[str, Tensor]], object] = _out
 
 
 class Attention(nn.Module):

@@ -13,8 +13,9 @@ from cp_engine.errors import CoverageError, CPError, LayoutError, Problem
 from cp_engine.index_set import IndexSet, union, whole
 from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
-from cp_engine.plan import SHARED, Plan, PlannedStep, Refused, Shape, State, Step, part_of
+from cp_engine.plan import Plan, PlannedStep, Refused, State, Step
 from cp_engine.primitives import Order
+from cp_engine.shape import LATENT, MADE, NEEDS, SHARED, Shape, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,15 @@ class Composition:
         made: set[str] = set()
         needed: list[str] = []
         for step in self.steps:
-            needed += [t for t in step.consumes if t not in made]
+            needed += [t for t in (*step.consumes, *step.uses) if t not in (*made, *MADE)]
             made |= set(step.makes)
         return tuple(sorted(dict.fromkeys(needed or ("q", "k", "v")), key=lambda t: t != "q"))
+
+
+RULES = (
+    "only a model with an indexer selects keys",
+    "only multi-head latent attention has a latent from which k and v are expanded",
+)
 
 
 def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
@@ -105,6 +112,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         steps=tuple(planned),
         inputs=inputs,
         parameters=tuple(dict.fromkeys(p for s in composition.steps for p in s.parameters)),
+        losses=tuple(name for s in composition.steps for name in s.losses),
         recompute=composition.recompute,
         pipeline=composition.pipeline,
         composition=composition,
@@ -115,12 +123,20 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
     """The call has the tensors that the steps begin with, and head groups are equal; raises LayoutError."""
     problems = []
     shared = [t for t in inputs if t in SHARED]
+    begins: dict[str, str] = {}
     for tensor in shared:
-        if not shape.width(tensor):
-            field = {"kv_latent": "latent_dim", "k_rope": "rope_dim"}[tensor]
-            what = f"is 0, and {_maker(composition, tensor)} begins with {tensor}"
-            rule = "only multi-head latent attention has a latent from which k and v are expanded"
-            problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", rule),)))
+        for field in NEEDS[tensor]:
+            begins.setdefault(field, tensor)
+    for field, tensor in begins.items():
+        if getattr(shape, field) < 1:
+            what = f"is {getattr(shape, field)}, and {_maker(composition, tensor)} begins with {tensor}"
+            problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", RULES[tensor in LATENT]),)))
+    attends = [s for s in composition.steps if "out" in s.makes]
+    if shape.topk > 0 and attends and not any("topk" in s.uses for s in attends):
+        what = f"attends to every visible key, and the model selects {shape.topk} of them for each query"
+        rule = ("rule", "a model with an indexer is trained with the attention that it selects for")
+        tries = ("a composition with lightning_indexer and sparse_attention", "a model without an indexer")
+        problems.append(Problem(key=f"cp.steps.{attends[0].name}", what=what, details=(rule,), tries=tries))
     n = composition.pipeline
     if n > 1 and (shape.heads % n or shape.kv_heads % n or shared):
         common = gcd(shape.heads, shape.kv_heads)
@@ -146,7 +162,7 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
 
 
 def _maker(composition: Composition, tensor: str) -> str:
-    return next(f"cp.steps.{s.name}" for s in composition.steps if tensor in s.consumes)
+    return next(f"cp.steps.{s.name}" for s in composition.steps if tensor in (*s.consumes, *s.uses))
 
 
 def require_any_mask(plan: Plan) -> None:

@@ -22,6 +22,7 @@ class Record(TypedDict):
 
     Args:
         losses: one per step.
+        indexer_losses: one per step; empty for a model without indexers.
         validation_losses: one per validation.
         gradients: parameter -> whole gradient of step 1 before clipping, float64.
         spread: parameter -> how far two ranks are apart in the norm of that gradient, relative.
@@ -29,6 +30,7 @@ class Record(TypedDict):
     """
 
     losses: list[float]
+    indexer_losses: list[float]
     validation_losses: list[float]
     gradients: dict[str, Tensor]
     spread: dict[str, float]
@@ -75,6 +77,7 @@ def compare(stock: Path, composition: Path) -> Comparison:
     return Comparison(
         losses=(
             *_rows("", theirs["losses"], ours["losses"]),
+            *_rows("indexer ", theirs["indexer_losses"], ours["indexer_losses"]),
             *_rows("validation ", theirs["validation_losses"], ours["validation_losses"]),
         ),
         gradient_errors=_errors(ours["gradients"], theirs["gradients"], _relative, apart),
@@ -84,11 +87,12 @@ def compare(stock: Path, composition: Path) -> Comparison:
 
 def read(folder: Path) -> Record:
     """The records of all pipeline stages together."""
-    whole = Record(losses=[], validation_losses=[], gradients={}, spread={}, experts={})
+    whole = Record(losses=[], indexer_losses=[], validation_losses=[], gradients={}, spread={}, experts={})
     for path in sorted(folder.glob(RECORDS)):
         part: Record = torch.load(path, weights_only=True)
         assert not whole["gradients"].keys() & part["gradients"].keys(), "two stages hold the same parameter"
-        whole["losses"], whole["validation_losses"] = part["losses"], part["validation_losses"]  # alike at every stage
+        for name in ("losses", "indexer_losses", "validation_losses"):
+            whole[name] = part[name]  # alike at every stage
         whole["gradients"] |= part["gradients"]
         whole["spread"] |= part["spread"]
         whole["experts"] |= part["experts"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cp_engine.call import Call
-from cp_engine.lower import Program, Sketch
+from cp_engine.lower import Program
+from cp_engine.operation import Sketch
 from cp_engine.plan import Plan
 
 

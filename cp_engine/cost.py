@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_engine.plan import Plan
-from cp_engine.primitives.attention import Dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def totals(plan: Plan) -> Totals:
     for planned in plan.steps:
         for way, table in enumerate(planned.step.links(planned, plan)):
             links[way] += table * plan.pipeline
-    attends = [s.layout_before("q") for s in plan.steps if isinstance(s.step, Dense)]
+    attends = [s.layout_before("q") for s in plan.steps if "out" in s.step.makes]
     return Totals(
         sent=(tuple(map(int, links[0].sum(1))), tuple(map(int, links[1].sum(1)))),
         busiest_link=(int(links[0].max()), int(links[1].max())),

@@ -11,10 +11,11 @@ from cp_engine.cost import totals
 from cp_engine.index_set import whole
 from cp_engine.layout import Layout, cut_by, image
 from cp_engine.memory import TRACED_RANKS, peak
-from cp_engine.plan import SHARED, Plan, PlannedStep, Step
+from cp_engine.plan import Plan, PlannedStep, Step
 from cp_engine.primitives import ORDERS
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.exchange import Exchange
+from cp_engine.shape import INDEX, SHARED, Shape
 
 
 def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
@@ -38,6 +39,7 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
         "entry": _layout(plan.entry, plan, plan.inputs[:2]),
         "pipeline": plan.pipeline,
+        "losses": list(plan.losses),
         "steps": [_step(s, plan, i, device) for i, s in enumerate(plan.steps)],
         "bytes_sent": {**dict(zip(ways, map(max, total.sent), strict=True)), "per_rank": [list(x) for x in total.sent]},
         "link_bytes": dict(zip(ways, total.busiest_link, strict=True)),
@@ -118,6 +120,7 @@ def text(plan: Plan, device: str = "cpu") -> str:
     lines = [
         f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.order}   mask {plan.mask.kind}",
         f"one call: batch {shape.batch}, sequence {shape.sequence}, {heads}, {dims}{latent}, {shape.dtype}",
+        *([_indexer(shape)] if "q_index" in plan.inputs else []),
         "",
         _table(plan),
         "",
@@ -127,21 +130,34 @@ def text(plan: Plan, device: str = "cpu") -> str:
     return "\n".join(lines)
 
 
+def _indexer(shape: Shape) -> str:
+    return f"indexer: {shape.index_heads} heads, head_dim {shape.index_dim}; it selects {shape.selected} keys for each query"
+
+
 def _table(plan: Plan) -> str:
     table = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
     shape = "local shape" if plan.pipeline == 1 else "local shape, one group"
     for name in ("step", "layout after", shape, "sent, forward", "backward"):
         table.add_column(name, no_wrap=True, overflow="ignore")
     entry = plan.entry
-    names = ",".join(plan.inputs)
-    table.add_row("(input)", f"{names}: {_cuts(entry, plan)}", _shapes(entry, plan, plan.inputs), "", "")
+    index = [t for t in plan.inputs if t in INDEX]
+    kinds = [[t for t in plan.inputs if t not in index]]
+    if index:  # too many for one line
+        kinds = [["q"], [t for t in kinds[0] if t != "q"], index]
+    for names in kinds:
+        is_first = names is kinds[0]
+        cuts = _cuts(entry, plan) if is_first else "as q"
+        shown = (f"{','.join(names)}: {cuts}", _shapes(entry, plan, names))
+        table.add_row("(input)" if is_first else "", *shown, "", "")
     for planned, cost in zip(plan.steps, plan.costs, strict=True):
         moved = _moved(planned.step)
-        layout = planned.layout_after(moved[0])
+        after = {_cuts(planned.layout_after(t), plan): None for t in moved}
         table.add_row(
             f"{planned.step.name}",
-            f"{','.join(moved)}: {_cuts(layout, plan)}",
-            _shapes(layout, plan, moved),
+            f"{','.join(moved)}: {'; '.join(after)}"
+            if moved
+            else f"{','.join(planned.step.losses)}: this rank's share",
+            _shapes(planned.layout_after(moved[0]), plan, moved) if moved else "",
             *(_bytes(max(cost.bytes_sent[way]) * plan.pipeline) if cost.collectives[way] else "-" for way in (0, 1)),
         )
     console = Console(file=StringIO(), width=1000, color_system=None)  # never cut; a terminal may wrap
@@ -200,6 +216,13 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             how = "tensors of one dtype together" if packed else "each tensor alone"
             how += f": {', '.join(t.tensor for t in planned.transfers)}"
             facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
+        elif planned.step.losses:
+            facts.append(
+                (
+                    "exchange",
+                    f"{planned.step.name}: {n} forward, {m} backward (what the ranks' heads attend to, summed)",
+                )
+            )
         elif isinstance(planned.step, Dense):
             axes = " and ".join(planned.step.rotate)
             hops = f"{n} hop{'s' * (n != 1)}"
@@ -227,7 +250,10 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             f" and {len(total.idle) - 8} more" if len(total.idle) > 8 else ""
         )
         facts.append(("idle", f"rank {shown}: no head or no token is left for them; they only exchange"))
-    facts.append(("proved", "every visible (query, key) pair is computed once, and out returns to q's layout"))
+    proved = "every visible (query, key) pair is computed once"
+    if "topk" in {t for s in plan.steps for t in s.step.makes}:
+        proved = "any visible key may be selected, a selected one is attended to once"
+    facts.append(("proved", f"{proved}, and out returns to q's layout"))
     return facts
 
 

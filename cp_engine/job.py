@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.keys import ABSENT, key_problems, lookup, shape_table, value_of
-from cp_engine.plan import Shape
+from cp_engine.shape import Shape
 
 # torchtitan keys that would have no effect beside a composition -> what to set instead.
 REPLACED: Mapping[str, str] = {
@@ -120,7 +120,7 @@ def shape_of(config: Mapping[str, object]) -> Shape:
     row = shape_table().get(model, {}).get(flavor, {})
     for name in ("heads", "kv_heads"):
         if name in row:
-            sizes[name] = int(str(row[name])) // tensor
+            sizes[name] = max(1, int(str(row[name])) // tensor)
     for name in ("head_dim", "v_head_dim", *LATENT_SIZES):
         if name in row:
             sizes[name] = int(str(row[name]))
@@ -154,8 +154,8 @@ def _degree(cp: object) -> int:
 
 
 SIZES = ("batch", "sequence", "heads", "kv_heads", "head_dim", "v_head_dim")
-LATENT_SIZES = ("latent_dim", "rope_dim")
-"""Sizes that only multi-head latent attention has."""
+LATENT_SIZES = ("latent_dim", "rope_dim", "index_heads", "index_dim", "topk")
+"""Sizes that only multi-head latent attention has, and only one with an indexer."""
 
 
 def world_size(config: Mapping[str, object]) -> int:

@@ -3,94 +3,20 @@
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_engine.errors import CallError, Problem
+from cp_engine.operation import Operation, Saved, Sketch, Sketches
 from cp_engine.plan import Plan
-from cp_engine.redistribute import Redistribution, Target, Values
-from cp_engine.transfer import Transfer
-
-Saved: TypeAlias = tuple[Tensor, ...]
-Moving: TypeAlias = Generator[None, None, Saved]
-"""What an operation runs as: it yields while something of it is in flight, so that another head group can compute."""
+from cp_engine.redistribute import Target, Values
 
 IN_FLIGHT = 3
 """Head groups at work at once: one computes, the exchange into the next one and out of the last one travel."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sketch:
-    """A tensor's size and dtype; the same object stands for the same tensor."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
-
-
-Sketches: TypeAlias = dict[str, list[Sketch]]
-
-
-class Operation(Protocol):
-    """A lowered step. It holds no tensors: what backward needs goes through autograd."""
-
-    def outline(self, sketches: Sketches) -> list[Sketch]:
-        """What `forward` does to sizes: replaces sketches, and returns those of what it saves, in the same order."""
-
-    def forward(self, values: Values, scale: float) -> Moving:
-        """Replaces tensors in `values` and returns what backward needs."""
-
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
-        """Replaces gradients in `grads`, of its outputs by those of its inputs."""
-
-
-class ExchangeOperation:
-    """Transfers forward, their adjoints backward; nothing is saved."""
-
-    def __init__(
-        self,
-        transfers: Sequence[Transfer],
-        adjoints: Sequence[Transfer],
-        target: Target,
-        *,
-        is_packed: bool,
-        wide: frozenset[str],
-    ) -> None:
-        names = tuple(t.tensor for t in transfers)
-        # in one collective travels what has one dtype: gradients in float32 apart from the others
-        by_dtype = (tuple(n for n in names if n in wide), tuple(n for n in names if n not in wide))
-        together = (names,) if is_packed else tuple((n,) for n in names)
-        apart = tuple(ns for ns in by_dtype if ns) if is_packed else together
-        self._forward = Redistribution(transfers, target, together)
-        self._backward = Redistribution(adjoints, target, apart)
-        self._wide = tuple(n for n in names if n in wide)
-
-    def outline(self, sketches: Sketches) -> list[Sketch]:
-        for name, sizes in self._forward.sizes.items():
-            before = sketches[name]
-            sketches[name] = [
-                Sketch((b.size[0], heads, rows, b.size[3]), b.dtype)
-                for b, (heads, rows) in zip(before, sizes, strict=True)
-            ]
-        return []
-
-    def forward(self, values: Values, scale: float) -> Moving:
-        finish = self._forward.start(values)
-        if not self._forward.is_local:
-            yield
-        values.update(finish())
-        return ()
-
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
-        for name in self._wide:  # sums over ranks are made in float32
-            grads[name] = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads[name]]
-        finish = self._backward.start(grads)
-        if not self._backward.is_local:
-            yield
-        grads.update(finish())
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +24,7 @@ class Record:
     """A forward pass that has run: its results, what backward needs, and how many tensors of that belong to each operation.
 
     Args:
-        outs: per local rank, in the entry layout.
+        outs: per local rank, in the entry layout; behind them the losses, loss by loss.
         saved: operation by operation, head group by head group.
         sizes: tensors of each operation, in that order.
     """
@@ -121,6 +47,20 @@ class Memo:
     prints: tuple[Tensor, ...] = ()
 
 
+class Result(NamedTuple):
+    """What an attention call gives.
+
+    Args:
+        out: [B, H, S_local, Dv].
+        memo: what a recompute may use; None where the plan recomputes everything.
+        losses: name -> this rank's share of a sum over queries.
+    """
+
+    out: Tensor
+    memo: Memo | None = None
+    losses: Mapping[str, Tensor] = MappingProxyType({})
+
+
 class Program:
     """A plan, executable on some of its ranks."""
 
@@ -133,6 +73,7 @@ class Program:
         """
         self.target = target
         self.inputs = (*plan.inputs, *plan.parameters)
+        self.outputs = ("out", *plan.losses)
         self.compiled_runs = 0  # forward passes as an operator of a graph
         self.sizes: tuple[int, ...] = ()  # tensors that each operation saves, known after `outline`
         self.backwards = 0  # how often a gradient went through, so that it is known when there is something to sum
@@ -166,9 +107,29 @@ class Program:
         Returns:
             Per local rank, [B, H, S_local, Dv].
         """
-        return list(_Run.apply(self, scale, memo, *(x for name in self.inputs for x in inputs[name])))
+        return self.results(inputs, scale, memo)["out"]
+
+    def results(
+        self, inputs: Mapping[str, Sequence[Tensor]], scale: float, memo: Memo | None = None
+    ) -> dict[str, list[Tensor]]:
+        """As `run`, with the losses of the plan beside out: each local rank's share of a sum over queries."""
+        found = _Run.apply(self, scale, memo, *(x for name in self.inputs for x in inputs[name]))
+        n = len(self.target.ranks)
+        return {name: list(found[i * n : (i + 1) * n]) for i, name in enumerate(self.outputs)}
 
     # -------------------------------------------------------------- passes, without autograd
+    def made(self, name: str, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> list[Tensor]:
+        """A tensor that a step makes on the way, as that step leaves it, for those who check it."""
+        values = Values({n: [x.detach() for x in xs] for n, xs in inputs.items()})
+        for operation in self.operations:
+            for _ in operation.forward(values, scale):
+                pass
+            if name in values:
+                break
+        found = values[name]
+        values.settle()
+        return found
+
     def outline(self, inputs: Sketches) -> tuple[list[Sketch], list[Sketch]]:
         """The sizes of a forward pass: of what it saves (an input's own sketch where that is saved) and of its results."""
         saved: list[Sketch] = []
@@ -180,8 +141,10 @@ class Program:
                 made = operation.outline(part)
                 saved += made
                 sizes.append(len(made))
-            outs.append(part["out"])
+            outs.append([s for name in self.outputs for s in part[name]])
         self.sizes = tuple(sizes)
+        if self._groups == 1:
+            return saved, outs[0]
         whole = [(s.size[0], s.size[1] * self._groups, *s.size[2:]) for s in outs[0]]
         return saved, [Sketch(size, s.dtype) for size, s in zip(whole, outs[0], strict=True)]
 
@@ -190,11 +153,13 @@ class Program:
         size = (*s.size[:dim], s.size[dim] // self._groups, *s.size[dim + 1 :])
         return s if self._groups == 1 else Sketch(size, s.dtype)
 
-    def forward(self, values: Values, scale: float) -> Record:
+    def forward(self, values: Mapping[str, list[Tensor]], scale: float) -> Record:
         """Runs every operation, head group by head group."""
         if self._groups == 1:  # nothing to overlap with: the fewest calls
+            values = Values(values)
             saved = _ended(self._forward_chain(values, scale))
-            return Record(tuple(values["out"]), tuple(x for part in saved for x in part), tuple(map(len, saved)))
+            outs = tuple(x for name in self.outputs for x in values[name])
+            return Record(outs, tuple(x for part in saved for x in part), tuple(map(len, saved)))
         parts = [self._part(values, i) for i in range(self._groups)]
         chains = [self._forward_chain(part, scale) for part in parts]
         records = interleaved(chains)
@@ -203,17 +168,20 @@ class Program:
             outs, tuple(x for saved in records for x in _flat(saved)), tuple(len(s) for saved in records for s in saved)
         )
 
-    def backward(self, douts: Sequence[Tensor], saved: Saved, sizes: Sequence[int], scale: float) -> Values:
+    def backward(
+        self, douts: Sequence[Tensor], saved: Saved, sizes: Sequence[int], scale: float
+    ) -> Mapping[str, list[Tensor]]:
         """The gradients of the inputs: the adjoint of each operation, in reverse."""
         if self._groups == 1:
-            grads: Values = {"out": list(douts)}
+            each = len(self.target.ranks)
+            grads = Values({name: list(douts[i * each : (i + 1) * each]) for i, name in enumerate(self.outputs)})
             _ended(self._backward_chain(grads, saved, sizes, scale))
             return grads
         n, chains, parts = len(self.operations), [], []
         for i in range(self._groups):
             here = list(sizes[i * n : (i + 1) * n])
             first = sum(sizes[: i * n])
-            parts.append({"out": [_cut(x, i, self._groups, 1) for x in douts]})
+            parts.append(Values({"out": [_cut(x, i, self._groups, 1) for x in douts]}))
             chains.append(self._backward_chain(parts[-1], saved[first : first + sum(here)], here, scale))
         interleaved(chains)
         ranks = range(len(self.target.ranks))
@@ -222,16 +190,15 @@ class Program:
             for name in self.inputs
         }
 
-    def _part(self, values: Values, group: int) -> Values:
-        return {
-            name: [_cut(x, group, self._groups, 0 if name in self._parameters else 1) for x in xs]
-            for name, xs in values.items()
-        }
+    def _part(self, values: Mapping[str, list[Tensor]], group: int) -> Values:
+        dims = {name: 0 if name in self._parameters else 1 for name in values}
+        return Values({n: [_cut(x, group, self._groups, dims[n]) for x in xs] for n, xs in values.items()})
 
     def _forward_chain(self, values: Values, scale: float) -> Generator[None, None, list[Saved]]:
         saved = []
         for operation in self.operations:
             saved.append((yield from operation.forward(values, scale)))
+        values.settle()
         return saved
 
     def _backward_chain(
@@ -241,6 +208,7 @@ class Program:
         for operation, size in zip(reversed(self.operations), reversed(sizes), strict=True):
             yield from operation.backward(grads, saved[end - size : end], scale)
             end -= size
+        grads.settle()
         return []
 
 

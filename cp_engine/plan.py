@@ -3,70 +3,22 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from cp_engine.errors import CPError, LayoutError
-from cp_engine.layout import Layout, Mesh, image
+from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
+from cp_engine.shape import BYTES, WITHOUT_GRADIENT, Shape, part_of
 from cp_engine.transfer import Table, Transfer
 
 if TYPE_CHECKING:
     from cp_engine.check import Composition
-    from cp_engine.lower import Operation, Target
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""dtype -> bytes of one element."""
-
-
-SHARED = ("kv_latent", "k_rope")
-"""Tensors with one head that serves all query heads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The attention call that a plan is for, in global sizes.
-
-    Args:
-        batch: sequences per call; bytes scale with it, nothing else does.
-        sequence: global length in tokens.
-        heads: query heads.
-        kv_heads: key and value heads; divides heads.
-        head_dim: of q and k.
-        v_head_dim: of v and out.
-        dtype: a key of BYTES.
-        latent_dim: of the latent that k and v are expanded from; 0 where there is none.
-        rope_dim: of the rotary key that all heads share, part of head_dim; 0 where there is none.
-    """
-
-    batch: int
-    sequence: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-    latent_dim: int = 0
-    rope_dim: int = 0
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per kv head."""
-        return self.heads // self.kv_heads
-
-    def heads_per_head(self, tensor: str) -> int:
-        """q heads per head of a tensor."""
-        if tensor in SHARED:
-            return self.heads
-        return self.group_size if tensor in ("k", "v") else 1
-
-    def width(self, tensor: str) -> int:
-        """Elements per (head, position) of a tensor."""
-        widths = {"q": self.head_dim, "k": self.head_dim, "kv_latent": self.latent_dim, "k_rope": self.rope_dim}
-        return widths.get(tensor, self.v_head_dim)
+    from cp_engine.operation import Operation
+    from cp_engine.redistribute import Target
 
 
 class Refused(Exception):
@@ -166,8 +118,12 @@ class Step(ABC):
     kind: ClassVar[str]
     consumes: ClassVar[tuple[str, ...]] = ()
     """Tensors that it needs and that end with it; those that no earlier step makes come with the call."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """Likewise, and they stay."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Tensors that there are from it on."""
+    losses: ClassVar[tuple[str, ...]] = ()
+    """Numbers that it makes beside them: each rank's share of a sum over queries."""
     name: str
 
     @property
@@ -238,6 +194,7 @@ class Plan:
         entry: the layout of the inputs and of the result, in the heads of one head group.
         inputs: tensors that the call brings, in this order.
         parameters: parameters of the model that the call brings.
+        losses: what comes out beside out, each rank's share of a sum.
         recompute: what activation checkpointing repeats; `all` is everything, `skip_attention` all but the composition.
         pipeline: head groups that run one after the other, so that one travels while another computes.
         is_mask_from_call: whether each call brings its own mask, and `mask` stands for it.
@@ -253,6 +210,7 @@ class Plan:
     steps: tuple[PlannedStep, ...]
     inputs: tuple[str, ...] = ("q", "k", "v")
     parameters: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
     recompute: str = "all"
     pipeline: int = 1
     is_mask_from_call: bool = False
@@ -268,11 +226,24 @@ class Plan:
         """Number of ranks."""
         return self.mesh.degree
 
+    def sent(self, transfer: Transfer, size: int) -> Table:
+        """Bytes from rank to rank, of elements of a size; what a rank keeps is not counted."""
+        table = np.zeros((self.degree, self.degree), dtype=np.int64)
+        for group, rows in zip(transfer.groups, transfer.tables, strict=True):
+            table[np.ix_(group, group)] = rows
+        np.fill_diagonal(table, 0)
+        return table * (self.part.batch * self.part.width(transfer.tensor) * size)
+
     @cached_property
     def wide_gradients(self) -> frozenset[str]:
         """Tensors whose gradients travel in float32 when the dtype is a half type: those that some step sends to several ranks."""
         half = BYTES[self.shape.dtype] < 4
-        return frozenset(t.tensor for s in self.steps for t in s.transfers if half and t.is_replicating)
+        return frozenset(
+            t.tensor
+            for s in self.steps
+            for t in s.transfers
+            if half and t.is_replicating and t.tensor not in WITHOUT_GRADIENT
+        )
 
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
@@ -287,21 +258,7 @@ class Plan:
         return hashlib.sha256(repr((*rest, steps)).encode()).hexdigest()[:16]
 
 
-def part_of(shape: Shape, groups: int) -> Shape:
-    """The call of one of several equal head groups."""
-    return replace(shape, heads=shape.heads // groups, kv_heads=shape.kv_heads // groups)
-
-
 def hash_of(layouts: tuple[tuple[str, Layout], ...]) -> str:
     """A stable digest of layouts (Python's own hash differs between processes for strings)."""
     text = repr([(n, [s.runs for s in x.sequence], [h.runs for h in x.heads]) for n, x in layouts])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def counts(layout: Layout, shape: Shape, tensor: str) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Elements of a tensor that each rank holds under a layout."""
-    group, scale = shape.heads_per_head(tensor), shape.batch * shape.width(tensor)
-    return np.array(
-        [s.count * image(h, group).count * scale for s, h in zip(layout.sequence, layout.heads, strict=True)],
-        dtype=np.int64,
-    )

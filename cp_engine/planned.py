@@ -11,7 +11,7 @@ from cp_engine import compiled, memory
 from cp_engine.call import Call, Carried, HostMask
 from cp_engine.check import prove
 from cp_engine.errors import CallError, ConfigError, Problem
-from cp_engine.lower import Memo, Program
+from cp_engine.lower import Memo, Program, Result
 from cp_engine.mask import Mask, mask_of
 from cp_engine.plan import Plan
 from cp_engine.redistribute import Target
@@ -46,7 +46,7 @@ class PlannedAttention:
         self._parameter_sizes = {name: sizes[name] for name in plan.parameters}
         self._is = {"causal": plan.mask.same_as(mask_of("causal", shape.sequence))}
         self._is["full"] = plan.mask.same_as(mask_of("full", shape.sequence))
-        self._can_have_gqa = shape.kv_heads != shape.heads
+        self._can_have_gqa = shape.kv_heads != shape.heads and "k" in plan.inputs
 
     @property
     def runs_in_graphs(self) -> int:
@@ -58,7 +58,7 @@ class PlannedAttention:
         """How often a gradient went through."""
         return self.program.backwards + sum(p.backwards for p in self._of_masks.values())
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
         """Runs a call that is what the plan was proved for.
 
         Args:
@@ -66,7 +66,7 @@ class PlannedAttention:
             passed: in a recompute, what the passes that it may repeat have left.
 
         Returns:
-            [B, H, S_local, Dv], and what a recompute may use (None where the plan recomputes everything).
+            out [B, H, S_local, Dv], this rank's share of the plan's losses, and what a recompute may use.
 
         Raises:
             CallError: everything in which the call differs.
@@ -78,12 +78,14 @@ class PlannedAttention:
         scale = shape.head_dim**-0.5 if call.scale is None else call.scale
         if len(programs) > 1:  # the sequences of a batch have masks of their own
             parts = [
-                program.run({**{n: [x[i : i + 1]] for n, x in tensors.items()}, **_each(parameters)}, scale)[0]
+                program.results({**{n: [x[i : i + 1]] for n, x in tensors.items()}, **_each(parameters)}, scale)
                 for i, program in enumerate(programs)
             ]
-            return torch.cat(parts), None
+            losses = {name: torch.stack([part[name][0] for part in parts]).sum() for name in self.plan.losses}
+            return Result(torch.cat([part["out"][0] for part in parts]), None, losses)
         memo = self._memo(tensors, passed)
-        return programs[0].run({**_each(tensors), **_each(parameters)}, scale, memo)[0], memo
+        found = programs[0].results({**_each(tensors), **_each(parameters)}, scale, memo)
+        return Result(found["out"][0], memo, {name: found[name][0] for name in self.plan.losses})
 
     def attend_compiled(self, call: Call) -> Tensor:
         """The same while torch.compile traces: one operator of the graph, which checks the call when the graph is made."""
@@ -98,6 +100,9 @@ class PlannedAttention:
         if plan.recompute != "all":
             what = f"is {plan.recompute}, and in a compiled model the compiler decides what is recomputed"
             problems.append(Problem(key="cp.recompute", what=what, tries=("cp.recompute=all",)))
+        if plan.losses:
+            what = f"has {', '.join(plan.losses)} beside its result, which a compiled graph does not carry"
+            problems.append(Problem(key="call", what=what))
         if problems:
             raise CallError(problems, plan.name)
         self._require_planned(call)
@@ -152,11 +157,16 @@ class PlannedAttention:
             )
             and ((call.mask is True and self._is["causal"]) or self._carries_the_mask(call))
             and (call.enable_gqa or not self._can_have_gqa)
+            and self._selects_alike(call)
             and {n: tuple(x.shape) for n, x in call.parameters.items()} == self._parameter_sizes
         ):
             problems = self._differences(call)
             if problems:
                 raise CallError(problems, self.plan.name)
+
+    def _selects_alike(self, call: Call) -> bool:
+        shape = self.plan.shape
+        return call.topk is None or min(call.topk, shape.sequence) == shape.selected
 
     def _carries_the_mask(self, call: Call) -> bool:
         plan = self.plan
@@ -168,6 +178,7 @@ class PlannedAttention:
 
     def _differences(self, call: Call) -> list[Problem]:
         plan, problems, batch = self.plan, list[Problem](), call.tensors["q"].shape[0]
+        shape = plan.shape
         for name, size in self._sizes.items():
             x, wanted = call.tensors[name], [batch, *size]
             if list(x.shape) != wanted:
@@ -179,6 +190,9 @@ class PlannedAttention:
                 problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,), tries=tries))
         if not self._carries_the_mask(call):
             problems.append(self._other_mask(call))
+        if not self._selects_alike(call):
+            what = f"is {call.topk}, and the plan was proved for {shape.topk}"
+            problems.append(Problem(key="call.topk", what=what, details=(RULE,), tries=(f"shape.topk={call.topk}",)))
         if not call.enable_gqa and self._can_have_gqa:
             what = f"is False, with {plan.shape.heads} heads and {plan.shape.kv_heads} kv heads"
             problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))

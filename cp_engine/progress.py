@@ -106,7 +106,8 @@ class Watch:
 
     def _show(self, row: Mapping[str, float]) -> None:
         self.rows.append(row)
-        step, numbers = int(row["step"]), f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        indexer = f"  indexer {row['indexer_loss']:.4f}" if "indexer_loss" in row else ""
+        step, numbers = int(row["step"]), f"loss {row['loss']:.4f}{indexer}  {row['tokens_per_second']:,.0f} tokens/s"
         if self._bar is None:
             width = len(str(self._steps))
             self._print(f"step {step:>{width}}/{self._steps}  {numbers}")

@@ -18,10 +18,46 @@ from cp_engine.index_set import Run
 from cp_engine.layout import Layout
 from cp_engine.transfer import Block, Transfer
 
-Values: TypeAlias = dict[str, list[Tensor]]
-"""tensor name -> one tensor [B, H, S, D] per local rank."""
 Piece: TypeAlias = "tuple[str, _Box, tuple[int, ...], tuple[int, ...], int]"
 """A tensor's name, its box, and where that lies in a flat buffer: size, stride, offset."""
+
+
+class Values(dict[str, list[Tensor]]):
+    """tensor name -> one tensor [B, H, S, D] per local rank. What is on its way is waited for when it is first asked for."""
+
+    def __init__(self, *given: Mapping[str, list[Tensor]]) -> None:
+        super().__init__(*given)
+        self._coming: dict[str, Callable[[], Mapping[str, list[Tensor]]]] = {}
+
+    def later(self, names: Sequence[str], finish: "Callable[[], Mapping[str, list[Tensor]]]") -> None:
+        """These tensors come when `finish` is called; what they were before is let go."""
+        for name in names:
+            del self[name]
+            self._coming[name] = finish
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._coming
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        if name in self._coming:
+            self._arrive(name)
+        return super().__getitem__(name)
+
+    def pop(self, name: str) -> list[Tensor]:  # type: ignore[override]  # a step knows what it asks for
+        if name in self._coming:
+            self._arrive(name)
+        return super().pop(name)
+
+    def settle(self) -> None:
+        """Waits for everything, in the order in which it was sent."""
+        while self._coming:
+            self._arrive(next(iter(self._coming)))
+
+    def _arrive(self, name: str) -> None:
+        found = self._coming[name]()
+        for other in found:
+            del self._coming[other]
+        self.update(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +169,7 @@ class Redistribution:
                     heads_, sequence_ = sizes(t, rank, t.result)
                     self._received += [_piece(t.tensor, i, _to(b, heads_, sequence_), b) for b in t.blocks(peer, rank)]
 
-    def start(self, values: Values) -> Callable[[], Values]:
+    def start(self, values: Mapping[str, list[Tensor]]) -> Callable[[], Mapping[str, list[Tensor]]]:
         """Sends off what leaves this process.
 
         Args:
@@ -144,7 +180,8 @@ class Redistribution:
         """
         channel = self._channel
         if channel is None:
-            return lambda: {name: self._local(self._results[name], values[name]) for name in self._tensors}
+            here = {name: self._local(self._results[name], values[name]) for name in self._tensors}
+            return lambda: here
         if self._evens:
             waits = []
             for names, evens in zip(self._names, self._evens, strict=True):
@@ -156,7 +193,7 @@ class Redistribution:
         sent = [self._send(bundle, values, channel) for bundle in self._bundles[batch]]
         results = {name: self._local(self._results[name], values[name]) for name in self._tensors}
 
-        def finish() -> Values:
+        def finish() -> Mapping[str, list[Tensor]]:
             for bundle in self._bundles[batch]:  # a buffer is let go when it is unpacked
                 self._unpack(bundle, sent.pop(0).wait(), results)
             return results
@@ -187,7 +224,7 @@ class Redistribution:
             out.append(x)
         return out
 
-    def _bundle(self, names: tuple[str, ...], values: Values) -> _Bundle:
+    def _bundle(self, names: tuple[str, ...], values: Mapping[str, list[Tensor]]) -> _Bundle:
         batch, widths = values[names[0]][0].shape[0], {n: values[n][0].shape[3] for n in names}
 
         def laid_out(pieces: list[_Piece], gap: int = -1) -> tuple[list[Piece], list[int]]:
@@ -210,7 +247,7 @@ class Redistribution:
         received, per_source = laid_out(self._received, sum(per_peer) if self._is_gather else -1)
         return _Bundle(names, tuple(sent), tuple(received), sum(per_peer), per_peer, per_source)
 
-    def _send(self, bundle: _Bundle, values: Values, channel: Channel) -> Pending:
+    def _send(self, bundle: _Bundle, values: Mapping[str, list[Tensor]], channel: Channel) -> Pending:
         send = values[bundle.names[0]][0].new_empty(bundle.leaving)
         for tensor, box, size, stride, offset in bundle.sent:
             send.as_strided(size, stride, offset).copy_(box.of(values[tensor][0]))
@@ -218,7 +255,7 @@ class Redistribution:
             return channel.all_gather(send)
         return channel.all_to_all(send, bundle.per_peer, bundle.per_source)
 
-    def _unpack(self, bundle: _Bundle, buffer: Tensor, results: Values) -> None:
+    def _unpack(self, bundle: _Bundle, buffer: Tensor, results: Mapping[str, list[Tensor]]) -> None:
         for tensor, box, size, stride, offset in bundle.received:
             view, place = buffer.as_strided(size, stride, offset), box.of(results[tensor][0])
             if self._results[tensor][0].is_summed:
@@ -227,8 +264,8 @@ class Redistribution:
                 place.copy_(view)
 
 
-def _finished(names: Sequence[tuple[str, ...]], waits: list[Callable[[], list[Tensor]]]) -> Values:
-    results: Values = {}
+def _finished(names: Sequence[tuple[str, ...]], waits: list[Callable[[], list[Tensor]]]) -> Mapping[str, list[Tensor]]:
+    results: dict[str, list[Tensor]] = {}
     for together in names:  # a buffer is let go when its tensors are made of it
         for name, x in zip(together, waits.pop(0)(), strict=True):
             results[name] = [x]

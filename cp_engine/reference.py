@@ -92,24 +92,81 @@ def expanded(kv_latent: Tensor, k_rope: Tensor, kv_up: Tensor, nope_dim: int) ->
     return torch.cat(k, 1), torch.cat(v, 1)
 
 
+def selection(inputs: Mapping[str, Tensor], seen: Tensor, count: int) -> Tensor:
+    """Which keys an indexer selects: a stable sort of all scores, so that of equal ones the lowest position comes first.
+
+    Args:
+        inputs: q_index [B, 1, S, heads x D], k_index [B, 1, S, D], w_index [B, 1, S, heads].
+        seen: [S, S].
+        count: keys of a query.
+
+    Returns:
+        bool [B, S, S].
+    """
+    scores = index_scores(inputs).detach().masked_fill(~seen, -torch.inf)
+    first = scores.sort(dim=2, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(2, first, True) & seen
+
+
+def index_scores(inputs: Mapping[str, Tensor]) -> Tensor:
+    """[B, S, S], head by head."""
+    q, k, w = (inputs[name][:, 0] for name in ("q_index", "k_index", "w_index"))
+    q = q.unflatten(2, (w.shape[2], -1))
+    each = [w[:, :, h, None] * (q[:, :, h] @ k.mT).relu() for h in range(q.shape[2])]
+    return torch.stack(each).sum(0)
+
+
+def sparse(inputs: Mapping[str, Tensor], seen: Tensor, scale: float, count: int) -> tuple[Tensor, Tensor]:
+    """Attention to the selected keys, and the indexer's loss.
+
+    Args:
+        inputs: q [B, H, S, L + R], kv_latent [B, 1, S, L], k_rope [B, 1, S, R], and those of `selection`.
+        seen: [S, S].
+        scale: factor on the scores.
+        count: keys of a query.
+
+    Returns:
+        out [B, H, S, L], and the sum over queries of KL(attention of all heads || softmax of the indexer's scores).
+    """
+    chosen = selection(inputs, seen, count)
+    keys = torch.cat((inputs["kv_latent"], inputs["k_rope"]), 3)
+    scores = (inputs["q"] @ keys.mT * scale).masked_fill(~chosen.unsqueeze(1), -torch.inf)
+    blind = ~chosen.any(2)  # queries that see nothing
+    weights = scores.masked_fill(blind[:, None, :, None], 0.0).softmax(3).masked_fill(~chosen.unsqueeze(1), 0.0)
+    wanted = weights.detach().mean(1)
+    found = index_scores(inputs).masked_fill(~chosen, -torch.inf).masked_fill(blind.unsqueeze(2), 0.0).log_softmax(2)
+    losses = torch.nn.functional.kl_div(found.masked_fill(~chosen, 0.0), wanted, reduction="none")
+    return weights @ inputs["kv_latent"], losses.sum()
+
+
 def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float) -> dict[str, Tensor]:
     """out, dq, dk and dv under an upstream gradient; as `gradients_of` for q, k and v."""
     return gradients_of({"q": q, "k": k, "v": v}, dout, seen, scale)
 
 
-def gradients_of(inputs: Mapping[str, Tensor], dout: Tensor, seen: Tensor, scale: float) -> dict[str, Tensor]:
+def gradients_of(
+    inputs: Mapping[str, Tensor], dout: Tensor, seen: Tensor, scale: float, count: int = 0, dloss: float = 1.0
+) -> dict[str, Tensor]:
     """out and the gradient of every input under an upstream gradient, by autograd through `attention`.
 
     Args:
-        inputs: q and either k and v, or kv_latent, k_rope and kv_up; perhaps sinks. No gradient needs to be required.
+        inputs: q and either k and v, or kv_latent, k_rope and kv_up, or those of `sparse`; perhaps sinks. No gradient needs to be
+            required.
         dout: [B, H, S, Dv].
         seen, scale: as in `attention`.
+        count: keys that an indexer selects for a query, where the inputs have one.
+        dloss: the gradient of its loss.
 
     Returns:
-        `out`, and `d` + name for every input.
+        `out`, `indexer_loss` where there is an indexer, and `d` + name for every input.
     """
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     q = leaves["q"]
+    if "q_index" in leaves:
+        out, loss = sparse(leaves, seen, scale, count)
+        found = torch.autograd.grad((out, loss), list(leaves.values()), (dout, torch.full_like(loss, dloss)))
+        grads = {f"d{name}": g for name, g in zip(leaves, found, strict=True)}
+        return {"out": out.detach(), "indexer_loss": loss.detach(), **grads}
     if "kv_latent" in leaves:
         latent, rope, up = leaves["kv_latent"], leaves["k_rope"], leaves["kv_up"]
         k, v = expanded(latent, rope, up, q.shape[3] - rope.shape[3])

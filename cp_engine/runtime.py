@@ -15,8 +15,9 @@ from cp_engine.call import Call, Carried
 from cp_engine.errors import CallError, Problem
 from cp_engine.index_set import whole
 from cp_engine.layout import Layout
-from cp_engine.lower import ExchangeOperation, Memo
+from cp_engine.lower import Memo, Result
 from cp_engine.mask import Mask
+from cp_engine.operation import ExchangeOperation
 from cp_engine.plan import Plan
 from cp_engine.planned import PlannedAttention
 from cp_engine.redistribute import Target
@@ -129,9 +130,9 @@ class ContextParallel:
         tensors = {"q": q, "k": k, "v": v}
         return self.attend(
             Call(tensors=tensors, parameters=parameters, scale=scale, mask=carried, enable_gqa=enable_gqa)
-        )[0]
+        ).out
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> tuple[Tensor, Memo | None]:
+    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
         """One call of an attached module, or of one's own with tensors that are not q, k and v.
 
         Args:
@@ -139,7 +140,7 @@ class ContextParallel:
             passed: in a recompute, what the passes that it may repeat have left.
 
         Returns:
-            [B, H, S_local, Dv], and what a recompute may use (None where the plan recomputes everything).
+            out [B, H, S_local, Dv], this rank's share of the plan's losses, and what a recompute may use.
 
         Raises:
             CallError: the call differs from what the plan was proved for.
@@ -147,6 +148,12 @@ class ContextParallel:
         if self._is_closed:
             self._require_open()
         return self._attention.attend(call, passed)
+
+    def made(self, name: str, call: Call) -> Tensor:
+        """A tensor that a step of the composition makes on the way, such as `topk`; every rank of the plan calls it."""
+        given = {n: [x] for n, x in (*call.tensors.items(), *call.parameters.items())}
+        scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
+        return self._attention.program.made(name, given, scale)[0]
 
     def attend_compiled(self, call: Call) -> Tensor:
         """The same while torch.compile traces the model."""

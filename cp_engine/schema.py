@@ -9,8 +9,9 @@ from dataclasses import replace
 from cp_engine.check import Composition, prove, require_any_mask
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.mask import Mask, is_from_call, mask_of
-from cp_engine.plan import BYTES, Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.reader import Reader
+from cp_engine.shape import BYTES, Shape
 
 RECOMPUTE = ("all", "skip_attention")
 """What activation checkpointing may repeat."""
@@ -117,7 +118,7 @@ def check_shape(shape: Shape) -> None:
         value = getattr(shape, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             reader.add(f"shape.{key}", f"must be a whole number of at least 1, not {value!r}")
-    for key in ("latent_dim", "rope_dim"):
+    for key in ("latent_dim", "rope_dim", "index_heads", "index_dim", "topk"):
         value = getattr(shape, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             reader.add(f"shape.{key}", f"must be a whole number, 0 or more, not {value!r}")

@@ -9,6 +9,7 @@ from cp_engine.attach import Binding
 from cp_engine.call import read_qkv
 from cp_engine.errors import CallError, Problem
 from cp_engine.integrations.torchtitan_attention import read_flex, read_latent, read_varlen
+from cp_engine.sparse_attention import TENSORS, read_sparse
 
 QKV = ("q", "k", "v")
 
@@ -33,6 +34,7 @@ class Known:
 
 SITES = (
     Known("cp_engine.call", "Attention", read_qkv, QKV, "cp_engine.Attention"),
+    Known("cp_engine.sparse_attention", "SparseAttention", read_sparse, TENSORS),
     Known("torchtitan.models.attention", "ScaledDotProductAttentionWrapper", read_qkv, QKV),
     Known("torchtitan.models.attention", "FlexAttentionWrapper", read_flex, QKV),
     Known("torchtitan.models.attention", "VarlenAttentionWrapper", read_varlen, QKV),

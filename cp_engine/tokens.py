@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_engine.index_set import IndexSet
-from cp_engine.lower import ExchangeOperation
+from cp_engine.operation import ExchangeOperation
 from cp_engine.redistribute import Values
 
 
@@ -17,13 +17,13 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
         ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
-        values: Values = {"x": [x]}
+        values = Values({"x": [x]})
         deque(operation.forward(values, 1.0), maxlen=0)  # nothing else computes meanwhile
         return values["x"][0]
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grads: Values = {"x": [grad]}
+        grads = Values({"x": [grad]})
         deque(ctx.operation.backward(grads, (), 1.0), maxlen=0)  # type: ignore[attr-defined]
         return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
 

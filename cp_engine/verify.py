@@ -10,8 +10,9 @@ from cp_engine import reference
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.index_set import IndexSet
 from cp_engine.lower import Program
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.redistribute import Target
+from cp_engine.shape import INDEX, Shape
 
 BOUND = 1e-12
 """Largest absolute error in float64 for inputs of unit variance: some thousand roundings of 1e-16 and no wrong pair."""
@@ -20,8 +21,11 @@ LONGEST = 4096
 """Longest sequence in tokens: the reference builds scores of heads x sequence x sequence elements."""
 
 Attend = Callable[[Mapping[str, Tensor], Tensor], dict[str, Tensor]]
-"""(inputs, dout), whole and in float64 -> out and the gradient `d` + name of every input: of tensors the local ranks' tokens, put
-together along dim 2, of parameters the sum over all ranks."""
+"""(inputs, dout), whole and in float64 -> out, the sum of each loss over all ranks, `topk` where keys are selected, and the gradient
+`d` + name of every input: of tensors the local ranks' tokens, put together along dim 2, of parameters the sum over all ranks."""
+
+DLOSS = 0.7
+"""The gradient of a loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ def inputs_of(plan: Plan, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
         "k_rope": (shape.batch, 1, shape.sequence, shape.rope_dim),
         "kv_up": (shape.heads, shape.head_dim - shape.rope_dim + shape.v_head_dim, shape.latent_dim),
         "sinks": (shape.heads,),
+        **{n: (shape.batch, 1, shape.sequence, shape.width(n)) for n in INDEX},
     }
     for name, size in others.items():
         if name in (*plan.inputs, *plan.parameters):
@@ -99,21 +104,31 @@ def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[
     shape = plan.shape
     tensors, dout = inputs_of(plan)
     seen, scale = reference.visible(mask, shape.sequence), shape.head_dim**-0.5
-    expected = reference.gradients_of(tensors, dout, seen, scale)
+    expected = reference.gradients_of(tensors, dout, seen, scale, shape.topk, DLOSS)
     found = attend(tensors, dout)
     positions = torch.tensor([p for s in held for p in s], dtype=torch.long)
     rows = []
     for name, whole in expected.items():
-        wanted = whole if name[1:] in plan.parameters else whole[:, :, positions]
+        wanted = whole if name[1:] in plan.parameters or name in plan.losses else whole[:, :, positions]
         fits = found[name].shape == wanted.shape
         error = (
             float((found[name] - wanted).abs().max()) if fits and wanted.numel() else (0.0 if fits else float("inf"))
         )
+        if name in plan.losses:  # a sum over all queries
+            error /= max(1.0, float(wanted))
         rows.append(Row(name=name, error=error, bound=BOUND, is_good=error <= BOUND))
+    if "topk" in found:
+        chosen = reference.selection(tensors, seen, shape.topk)[:, positions]
+        mine = torch.zeros(*chosen.shape[:2], shape.sequence + 1, dtype=torch.bool)
+        mine.scatter_(2, found["topk"][:, 0].long() % (shape.sequence + 1), True)  # -1 is the last one
+        others = float((mine[..., :-1] != chosen).sum())
+        rows.append(Row(name="topk", error=others, bound=0.0, is_good=not others))
     if bool(seen[-1, 0]):
         for name in plan.inputs:
-            if name != "q":
+            if name[0] != "q":
                 tensors[name][:, :, 0] += 1.0
+        if plan.losses and not reference.selection(tensors, seen, shape.topk)[:, -1, 0].all():
+            return rows  # the last query does not attend to token 0
         last = (positions == shape.sequence - 1).nonzero().flatten()
         change = (attend(tensors, dout)["out"][:, :, last] - found["out"][:, :, last]).abs()
         moved = float(change.max()) if change.numel() else float("inf")  # another rank holds the last token
@@ -142,12 +157,17 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") 
         local = {n: [x[:, :, i].requires_grad_() for i in index] for n, x in tensors.items() if n in plan.inputs}
         whole = {n: x.clone().requires_grad_() for n, x in tensors.items() if n in plan.parameters}
         given = {**local, **{n: [x] * plan.degree for n, x in whole.items()}}
-        outs = program.run(given, plan.shape.head_dim**-0.5)
+        results, scale = program.results(given, plan.shape.head_dim**-0.5), plan.shape.head_dim**-0.5
+        outs, losses = results["out"], [x for name in plan.losses for x in results[name]]
         leaves = [*(x for xs in local.values() for x in xs), *whole.values()]
-        grads = iter(torch.autograd.grad(outs, leaves, [dout[:, :, i] for i in index]))
+        upstream = [*(dout[:, :, i] for i in index), *(torch.full_like(x, DLOSS) for x in losses)]
+        grads = iter(torch.autograd.grad([*outs, *losses], leaves, upstream))
         found = {f"d{n}": torch.cat([next(grads) for _ in index], 2) for n in local}
         found.update({f"d{n}": next(grads) for n in whole})
         found["out"] = torch.cat([x.detach() for x in outs], 2)
+        found.update({name: torch.stack(results[name]).detach().sum() for name in plan.losses})
+        if "q_index" in plan.inputs:
+            found["topk"] = torch.cat(program.made("topk", given, scale), 2)
         return {n: x.cpu() for n, x in found.items()}
 
     return compare(attend, held, plan, mask)

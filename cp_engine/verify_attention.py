@@ -10,8 +10,9 @@ from rich.table import Table
 from torch import Tensor
 
 from cp_engine import verify
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.schema import plan_from_config
+from cp_engine.shape import Shape
 
 RESULT = "verify.json"
 
@@ -108,12 +109,19 @@ def verify_rank(config: Mapping[str, object]) -> None:
             local = {n: engine.shard(tensors[n], dim=2).requires_grad_() for n in plan.inputs}
             whole = {n: tensors[n].clone().requires_grad_() for n in plan.parameters}
             call = Call(tensors=local, parameters=whole, mask=plan.mask, enable_gqa=True)
-            out, _ = engine.attend(call)
-            grads = torch.autograd.grad(out, [*local.values(), *whole.values()], engine.shard(dout, dim=2))
+            result = engine.attend(call)
+            losses = list(result.losses.values())
+            upstream = [engine.shard(dout, dim=2), *(torch.full_like(x, verify.DLOSS) for x in losses)]
+            grads = torch.autograd.grad([result.out, *losses], [*local.values(), *whole.values()], upstream)
             found = dict(zip((f"d{n}" for n in (*local, *whole)), grads, strict=True))
             for n in whole:  # each rank's gradient is its share of the sum
                 dist.all_reduce(found[f"d{n}"])
-            return {"out": out.detach(), **found}
+            for n, loss in result.losses.items():
+                found[n] = loss.detach().clone()
+                dist.all_reduce(found[n])
+            if "q_index" in plan.inputs:
+                found["topk"] = engine.made("topk", call)
+            return {"out": result.out.detach(), **found}
 
         rows = verify.compare(attend, [held], plan, mask)
         if shape.sequence - 1 not in set(held):  # the last token is another rank's

@@ -19,16 +19,20 @@ from cp_engine.cost import totals
 from cp_engine.index_set import IndexSet, Run, run
 from cp_engine.lower import Program
 from cp_engine.mask import Mask
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.redistribute import Target
 from cp_engine.schema import plan_from_config, read
+from cp_engine.shape import Shape
 from cp_engine.verify import inputs_of
 
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")
 
 CONF = Path(__file__).parents[1] / "conf"
-PRESETS = sorted(path.stem for path in (CONF / "cp").glob("*.yaml"))
+EVERY = sorted(path.stem for path in (CONF / "cp").glob("*.yaml"))
+SPARSE = [name for name in EVERY if "sparse_attention" in (CONF / "cp" / f"{name}.yaml").read_text()]
+"""Those that attend to selected keys."""
+PRESETS = [name for name in EVERY if name not in SPARSE]
 SMALL = Shape(batch=1, sequence=16, heads=4, kv_heads=4, head_dim=8, v_head_dim=8, dtype="float32")
 CAUSAL = {"kind": "causal"}
 
@@ -120,7 +124,11 @@ def begins_with_latent(preset: str) -> bool:
 
 
 def fitting(preset: str, shape: Shape) -> Shape:
-    """The call with what the preset begins with: where that is a latent, its sizes, and a key and a value for every head."""
+    """The call with what the preset begins with: where that is a latent, its sizes, and a key and a value for every head; where
+    keys are selected, one key head, and an indexer."""
+    if preset in SPARSE:
+        sizes = {"latent_dim": 12, "rope_dim": 4, "index_heads": 3, "index_dim": 8, "topk": 7}
+        return replace(shape, kv_heads=1, head_dim=16, v_head_dim=12, **sizes)
     if not begins_with_latent(preset):
         return shape
     latent_dim, rope_dim = (64, 64) if shape.head_dim > 64 else (12, max(1, shape.head_dim // 2))

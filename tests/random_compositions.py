@@ -12,9 +12,10 @@ from random import Random
 from typing import Any, TypeVar
 
 from cp_engine.mask import KINDS, is_from_call
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.primitives import ORDERS, STEPS
 from cp_engine.schema import RECOMPUTE, plan_from_config
+from cp_engine.shape import Shape
 
 Node = dict[str, Any]  # as YAML gives it
 T = TypeVar("T")

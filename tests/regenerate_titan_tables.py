@@ -13,7 +13,13 @@ from pathlib import Path
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 
 INTEGRATIONS = Path(__file__).parents[1] / "cp_engine" / "integrations"
-MODELS = ("deepseek_v3", "llama3", "llama4", "qwen3")
+MODELS = {
+    "deepseek_v3": "torchtitan.models.deepseek_v3",
+    "deepseek_v32": "cp_engine.models.deepseek_v32.spec",
+    "llama3": "torchtitan.models.llama3",
+    "llama4": "torchtitan.models.llama4",
+    "qwen3": "torchtitan.models.qwen3",
+}
 
 
 def type_name(hint: object) -> str:
@@ -55,9 +61,9 @@ def titan_keys() -> dict[str, dict[str, object]]:
 def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
     """The attention shape of every flavor of the models in MODELS."""
     table: dict[str, dict[str, dict[str, object]]] = {}
-    for name in MODELS:
+    for name, module in MODELS.items():
         with cpu_shims():
-            spec = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+            spec = importlib.import_module(module).get_train_spec()
         table[name] = {flavor: attention_shape(args) for flavor, args in spec.model_args.items()}
     return table
 
@@ -65,7 +71,16 @@ def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
 def attention_shape(args: object) -> dict[str, object]:
     """Heads and head dims of the calls that a model with these arguments makes."""
     heads, latent = args.n_heads, {}
-    if hasattr(args, "kv_lora_rank"):  # MLA: rope and no-rope parts side by side, v narrower
+    if hasattr(args, "index_topk"):  # in absorbed form: the latent is key and value
+        kv_heads, v_head_dim, head_dim = 1, args.kv_lora_rank, args.kv_lora_rank + args.qk_rope_head_dim
+        latent = {
+            "latent_dim": args.kv_lora_rank,
+            "rope_dim": args.qk_rope_head_dim,
+            "index_heads": args.index_n_heads,
+            "index_dim": args.index_head_dim,
+            "topk": args.max_seq_len if args.warm_up else args.index_topk,
+        }
+    elif hasattr(args, "kv_lora_rank"):  # MLA: rope and no-rope parts side by side, v narrower
         head_dim, v_head_dim, kv_heads = args.qk_nope_head_dim + args.qk_rope_head_dim, args.v_head_dim, heads
         latent = {"latent_dim": args.kv_lora_rank, "rope_dim": args.qk_rope_head_dim}
     else:

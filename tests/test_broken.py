@@ -13,9 +13,8 @@ from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet, Run, whole
 from cp_engine.kernels import math as math_kernel
 from cp_engine.layout import Layout
-from cp_engine.lower import ExchangeOperation
+from cp_engine.operation import ExchangeOperation, Moving, Saved
 from cp_engine.plan import Plan, PlannedStep, State
-from cp_engine.primitives import exchange
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.expand import ExpandOperation
@@ -26,6 +25,7 @@ from cp_engine.transfer import Block, Table, Transfer
 from cp_engine.verify import in_one_process
 from tests.helpers import (
     CAUSAL,
+    EVERY,
     PRESETS,
     executed,
     fitting,
@@ -46,7 +46,7 @@ def four_ranks(preset: str, *overrides: str) -> Plan:
     return plan_of(preset, *overrides, degree=4, shape=fitting(preset, small(sequence=16)))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", EVERY)
 def test_verify_is_content_with_what_is_right(preset: str) -> None:
     plan = plan_of(preset, degree=1 if preset == "none" else 4, shape=fitting(preset, small()))
     assert wrong_rows(plan) == set()
@@ -86,7 +86,7 @@ def test_verify_reports_an_adjoint_that_forgets_the_sum(monkeypatch: patch) -> N
 def test_verify_reports_an_adjoint_that_sums_twice(monkeypatch: patch) -> None:
     plan, backward = four_ranks("allgather_kv"), ExchangeOperation.backward
 
-    def twice(self: ExchangeOperation, grads: Values, saved: lower.Saved, scale: float) -> lower.Moving:
+    def twice(self: ExchangeOperation, grads: Values, saved: Saved, scale: float) -> Moving:
         found = yield from backward(self, grads, saved, scale)
         grads.update({n: [x * 2.0 for x in grads[n]] for n in (("k", "v") if "k" in grads else ())})
         return found
@@ -99,7 +99,7 @@ def test_verify_reports_an_adjoint_that_sums_twice(monkeypatch: patch) -> None:
 def test_verify_reports_an_adjoint_that_returns_zeros(preset: str, wrong: set[str], monkeypatch: patch) -> None:
     plan, backward = four_ranks(preset), ExchangeOperation.backward
 
-    def zeros(self: ExchangeOperation, grads: Values, saved: lower.Saved, scale: float) -> lower.Moving:
+    def zeros(self: ExchangeOperation, grads: Values, saved: Saved, scale: float) -> Moving:
         found = yield from backward(self, grads, saved, scale)
         grads.update({n: [torch.zeros_like(x) for x in grads[n]] for n in "qkv" if n in grads and f"d{n}" in wrong})
         return found
@@ -206,10 +206,10 @@ def test_plan_reports_one_position_that_is_lost(monkeypatch: patch) -> None:
 @pytest.mark.parametrize("preset", EXCHANGING)
 def test_byte_test_reports_a_count_that_is_wrong(preset: str, monkeypatch: patch) -> None:
     executed(four_ranks(preset))
-    sent, hops = exchange._sent, Dense.links
+    sent, hops = Plan.sent, Dense.links
 
-    def off_by_one_element(transfer: Transfer, plan: Plan, size: int) -> Table:
-        table = sent(transfer, plan, size)
+    def off_by_one_element(self: Plan, transfer: Transfer, size: int) -> Table:
+        table = sent(self, transfer, size)
         table[0, 1] += size
         return table
 
@@ -221,7 +221,7 @@ def test_byte_test_reports_a_count_that_is_wrong(preset: str, monkeypatch: patch
     if four_ranks(preset).costs[-1].collectives[0] and len(four_ranks(preset).steps) == 1:
         monkeypatch.setattr(Dense, "links", off_by_one_element_of_a_hop)
     else:
-        monkeypatch.setattr(exchange, "_sent", off_by_one_element)
+        monkeypatch.setattr(Plan, "sent", off_by_one_element)
     with pytest.raises(AssertionError):
         executed(four_ranks(preset))
 
@@ -304,7 +304,7 @@ def test_verify_reports_a_sink_gradient_of_the_wrong_sign(monkeypatch: patch) ->
 def test_verify_reports_an_expansion_whose_gradient_is_halved(name: str, monkeypatch: patch) -> None:
     plan, backward = four_ranks("mla_ulysses"), ExpandOperation.backward
 
-    def halved(self: ExpandOperation, grads: Values, saved: lower.Saved, scale: float) -> lower.Moving:
+    def halved(self: ExpandOperation, grads: Values, saved: Saved, scale: float) -> Moving:
         found = yield from backward(self, grads, saved, scale)
         grads[name] = [g / 2.0 for g in grads[name]]
         return found

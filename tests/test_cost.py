@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cp_engine import reference
 from cp_engine.cost import Totals, totals
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
+from cp_engine.shape import Shape
 from tests.helpers import CAUSAL, PRESETS, begins_with_latent, plan_of, small
 from tests.test_layout import chunks_of
 

@@ -15,9 +15,10 @@ from cp_engine import reference, verify
 from cp_engine.call import Call
 from cp_engine.cost import totals
 from cp_engine.errors import CallError
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
 from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
+from cp_engine.shape import Shape
 from tests.gloo import World, world
 from tests.helpers import CAUSAL, PRESETS, begins_with_latent, fitting, local, varied
 

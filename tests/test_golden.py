@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from cp_engine import explain, reference
-from cp_engine.plan import Plan, Shape
+from cp_engine.plan import Plan
+from cp_engine.shape import Shape
 from tests.conftest import clean_environment
-from tests.helpers import CAUSAL, PRESETS, begins_with_latent, fitting, plan_of, small
+from tests.helpers import CAUSAL, EVERY, SPARSE, begins_with_latent, fitting, plan_of, small
 
 FOLDER = Path(__file__).parent / "golden"
 GROUPED = Shape(batch=2, sequence=1024, heads=8, kv_heads=2, head_dim=64, v_head_dim=64, dtype="bfloat16")
@@ -32,14 +33,16 @@ DEEPSEEK = Shape(
     latent_dim=512,
     rope_dim=64,
 )
+SELECTING = replace(DEEPSEEK, kv_heads=1, head_dim=576, v_head_dim=512, index_heads=64, index_dim=128, topk=2048)
 MASKS = {"window_halo": {"kind": "window", "left": 64, "right": 0}}
 """What a preset is meant for, where that is not a causal mask."""
-every_preset = pytest.mark.parametrize("preset", PRESETS)
+every_preset = pytest.mark.parametrize("preset", EVERY)
 
 
 def plans(preset: str) -> list[Plan]:
     degree = 1 if preset == "none" else 4
-    shapes = (DEEPSEEK if begins_with_latent(preset) else GROUPED, fitting(preset, UNEVEN))
+    first = SELECTING if preset in SPARSE else DEEPSEEK if begins_with_latent(preset) else GROUPED
+    shapes = (first, fitting(preset, UNEVEN))
     return [plan_of(preset, degree=degree, shape=shape, mask=MASKS.get(preset, CAUSAL)) for shape in shapes]
 
 
@@ -61,7 +64,7 @@ def test_text_reads_as_reviewed(preset: str) -> None:
 
 
 def test_every_golden_text_has_a_preset() -> None:
-    assert sorted(p.stem for p in FOLDER.glob("*.txt")) == PRESETS
+    assert sorted(p.stem for p in FOLDER.glob("*.txt")) == EVERY
 
 
 @every_preset
@@ -126,7 +129,8 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
         peak = d["peak_bytes"]
         assert 0 < peak["kept"] <= min(peak["forward"], peak["backward"])
         shape, mask = plan.shape, MASKS.get(preset, CAUSAL) if d["pipeline"] == 1 else CAUSAL
-        visible = int(reference.visible(mask, shape.sequence).sum()) * shape.heads * shape.batch
+        seen = reference.visible(mask, shape.sequence).sum(1)
+        visible = int(seen.clamp(max=shape.topk or shape.sequence).sum()) * shape.heads * shape.batch
         pairs = d["score_pairs"]["per_rank"]
         assert sum(pairs) == visible
         assert d["score_pairs"]["max_over_mean"] == pytest.approx(max(pairs) * plan.degree / visible, rel=1e-12)
@@ -143,7 +147,7 @@ PLANNING = """
 import json, sys, time
 from cp_engine import explain
 from cp_engine.compose import compose
-from cp_engine.plan import Shape
+from cp_engine.shape import Shape
 from cp_engine.schema import plan_from_config
 
 shape = Shape(batch=1, sequence=131072, heads=1024, kv_heads=128, head_dim=128, v_head_dim=128, dtype="bfloat16")
@@ -213,5 +217,5 @@ def test_planning_and_proving_1024_ranks_takes_under_two_seconds(
 
 
 if __name__ == "__main__":
-    for each in PRESETS:
+    for each in EVERY:
         (FOLDER / f"{each}.txt").write_text(golden(each))

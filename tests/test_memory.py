@@ -41,7 +41,7 @@ def measured(preset: str, mask: Mapping[str, object] | str, overrides: tuple[str
     found = []
     for _ in range(CALLS):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            out, _ = engine.attend(Call(tensors=tensors, mask=plan.mask))
+            out = engine.attend(Call(tensors=tensors, mask=plan.mask)).out
             grads = torch.autograd.grad(out, list(tensors.values()), dout)
         found.append(most_held(profiled))
         del out, grads

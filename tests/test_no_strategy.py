@@ -16,7 +16,7 @@ from cp_engine.plan import Plan
 from tests.helpers import (
     CAUSAL,
     CONF,
-    PRESETS,
+    EVERY,
     assert_equals_reference,
     assert_identical,
     computed,
@@ -59,7 +59,7 @@ def occurs(name: str, word: str) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_source_names_no_strategy(path: Path) -> None:
-    assert named(path.read_text(), [name for name in PRESETS if name != "none"]) == []
+    assert named(path.read_text(), [name for name in EVERY if name != "none"]) == []
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def renamed(
     """The same preset in other words: every place in which a composition can name a step or an axis."""
 
     def value(key: str, node: object) -> object:
-        if key in ("axes", "over", "rotate") and isinstance(node, list):
+        if key in ("axes", "over", "rotate", "sum") and isinstance(node, list):
             return [axes[a] for a in node]
         if key == "mesh" and isinstance(node, dict):
             return {axes[a]: size for a, size in node.items()}
@@ -139,6 +139,8 @@ def renamed(
 
     def package(choice: str) -> str:
         group, _, where = choice.partition("@")
+        if group.startswith("override /model"):  # the model that a preset is for is no part of it
+            return choice
         parts = where.split(".")
         return f"{group}@{'.'.join([parts[0], *(steps[p] for p in parts[1:])])}"
 
@@ -157,7 +159,7 @@ def mapped_back(node: object, words: Mapping[str, str]) -> object:
     )
 
 
-@pytest.mark.parametrize(("preset", "degree"), [(p, n) for p in PRESETS for n in (1, 4) if n == 1 or p != "none"])
+@pytest.mark.parametrize(("preset", "degree"), [(p, n) for p in EVERY for n in (1, 4) if n == 1 or p != "none"])
 def test_renamed_preset_is_the_same_strategy(preset: str, degree: int, tmp_path: Path) -> None:
     content = yaml.safe_load((CONF / "cp" / f"{preset}.yaml").read_text())
     axes, steps = renaming(content["axes"], 1), renaming(content["order"], 2)

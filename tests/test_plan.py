@@ -10,11 +10,12 @@ from cp_engine.cost import totals
 from cp_engine.errors import CoverageError, LayoutError
 from cp_engine.index_set import IndexSet, Run
 from cp_engine.layout import Layout, Mesh
-from cp_engine.plan import Plan, Shape, State
+from cp_engine.plan import Plan, State
 from cp_engine.primitives import exchange
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.order import Contiguous
+from cp_engine.shape import Shape
 from tests.helpers import (
     CAUSAL,
     PRESETS,

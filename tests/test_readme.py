@@ -11,7 +11,7 @@ import pytest
 
 from cp_engine import cli, primitives
 from tests.conftest import clean_environment
-from tests.helpers import PRESETS
+from tests.helpers import EVERY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -111,7 +111,7 @@ def test_command_of_a_configuration_file_composes_to_a_plan(
 
 
 def test_every_preset_says_how_to_launch_it() -> None:
-    assert {f"conf/cp/{name}.yaml" for name in PRESETS} <= set(LAUNCHED)
+    assert {f"conf/cp/{name}.yaml" for name in EVERY} <= set(LAUNCHED)
 
 
 def test_library_example_gives_one_ranks_loss_on_two_ranks(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cp_engine
 from cp_engine import Attention, CPError, reference, verify
 from cp_engine.compose import presets
-from cp_engine.plan import Shape
 from cp_engine.runtime import ContextParallel
+from cp_engine.shape import Shape
 from tests.gloo import World, world
 from tests.helpers import begins_with_latent, shipped, varied
 from tests.test_gloo import Toy, mesh_of

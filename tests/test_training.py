@@ -189,6 +189,7 @@ def record(
     folder.mkdir(exist_ok=True)
     whole = Record(
         losses=list(losses),
+        indexer_losses=[],
         validation_losses=[],
         gradients=gradients,
         spread=dict.fromkeys(gradients, spread),

@@ -16,8 +16,8 @@ from cp_engine import reference, verify
 from cp_engine.check import Composition, prove
 from cp_engine.errors import LayoutError
 from cp_engine.mask import mask_of
-from cp_engine.plan import Shape
 from cp_engine.schema import read
+from cp_engine.shape import Shape
 from tests.helpers import PRESETS, begins_with_latent, fitting, plan_of, shipped, small, varied
 
 HEADS = {

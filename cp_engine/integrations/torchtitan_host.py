@@ -34,7 +34,9 @@ from cp_engine.data.loader import ByteTokenizer, loader_builder
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
 from cp_engine.integrations.torchtitan_validation import text_builder
-from cp_engine.plan import Shape
+from cp_engine.models import OWN
+from cp_engine.shape import Shape
+from cp_engine.sparse_attention import SparseAttention
 
 
 class RecordedMetrics(MetricsProcessor):
@@ -78,7 +80,7 @@ def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bo
     name = job_config.model.name
     if job_config.experimental.custom_import:  # before the model is looked up: it may register that model
         importlib.import_module(job_config.experimental.custom_import)
-    spec = specs.get_train_spec(name)
+    spec = spec_of(name)
     if spec.build_metrics_processor_fn is not None:
         raise ConfigError(
             [Problem(key="titan.model.name", what=f"{name} brings metrics of its own, so no loss could be recorded")]
@@ -136,7 +138,7 @@ def refuse_other_shape(job_config: JobConfig, shape: Shape) -> None:
         ConfigError: a size that differs, or an attention that the engine cannot attach to.
     """
     model = job_config.model
-    known = specs.get_train_spec(model.name).model_args
+    known = spec_of(model.name).model_args
     if model.flavor not in known:
         raise ConfigError(
             [
@@ -157,6 +159,14 @@ def refuse_other_shape(job_config: JobConfig, shape: Shape) -> None:
         raise ConfigError(problems)
 
 
+def spec_of(name: str) -> specs.TrainSpec:
+    """How torchtitan trains a model: as registered, or one that ships with the engine."""
+    if name in OWN and name not in specs._extra_train_specs:
+        own: specs.TrainSpec = importlib.import_module(OWN[name]).get_train_spec()
+        return own
+    return specs.get_train_spec(name)
+
+
 def device_in_use() -> str:
     """The device that torchtitan chose when it was imported."""
     return str(device_type)
@@ -166,6 +176,15 @@ def _attention_sizes(args: BaseModelArgs, tensor: int) -> dict[str, int]:
     sizes = vars(args)
     heads = int(sizes["n_heads"])
     kv_heads = int(sizes.get("n_kv_heads") or heads)
+    if "index_topk" in sizes:  # in absorbed form: the latent is the one key and value head
+        latent, rope = int(sizes["kv_lora_rank"]), int(sizes["qk_rope_head_dim"])
+        selected = int(sizes["max_seq_len"] if sizes["warm_up"] else sizes["index_topk"])
+        index = {
+            "index_heads": int(sizes["index_n_heads"]),
+            "index_dim": int(sizes["index_head_dim"]),
+            "topk": selected,
+        }
+        return {"heads": heads, "kv_heads": 1, "head_dim": latent + rope, "v_head_dim": latent, **index}
     if "qk_nope_head_dim" in sizes:  # multi-head latent attention: the rotary part is appended to each key
         head_dim = int(sizes["qk_nope_head_dim"]) + int(sizes["qk_rope_head_dim"])
         v_head_dim = int(sizes["v_head_dim"])
@@ -239,7 +258,7 @@ def _without_degree(job_config: JobConfig) -> JobConfig:
 
 
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    wrappers = (ScaledDotProductAttentionWrapper, FlexAttentionWrapper, VarlenAttentionWrapper)
+    wrappers = (ScaledDotProductAttentionWrapper, FlexAttentionWrapper, VarlenAttentionWrapper, SparseAttention)
     return {name: module for name, module in model.named_modules() if isinstance(module, wrappers)}
 
 

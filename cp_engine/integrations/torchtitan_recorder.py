@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.validate import Validator
-from torchtitan.train import Trainer
 
 from cp_engine.comparison import RECORDS, Record
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
+from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
 from cp_engine.integrations.torchtitan_validation import Batch
 
@@ -20,7 +20,7 @@ WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 """Activation checkpointing and compile rename parameters."""
 
 
-class StockRecorder(Trainer):
+class StockRecorder(IndexerTrainer):
     """torchtitan's Trainer as it is; training also writes a record per pipeline stage into the dump folder.
 
     What it holds is said at `comparison.Record`.
@@ -51,10 +51,13 @@ class StockRecorder(Trainer):
         """One step; its loss is kept."""
         super().train_step(data_iterator)
         self._losses.append(loss_of_last_stage(self))
+        found = self.mean_indexer_loss()
+        self._indexer += [] if found is None else [found]
 
     def train(self) -> None:
         """Train and write the record, on the first rank of each pipeline stage."""
         self._losses: list[float] = []
+        self._indexer: list[float] = []
         attends_plainly = getattr(self.model_args, "attn_type", "sdpa") == "sdpa"
         if attends_plainly and self.job_config.validation.enable and type(self.validator) is Validator:
             self.validator.post_dataloading_process = _without_masks
@@ -69,6 +72,7 @@ class StockRecorder(Trainer):
             experts = self._experts | _buffers(self.model_parts, "expert_bias")
             record = Record(
                 losses=self._losses,
+                indexer_losses=self._indexer,
                 validation_losses=self.metrics_processor.validation_losses,
                 gradients=self._gradients,
                 spread=spread,

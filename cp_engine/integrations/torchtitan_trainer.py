@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
 from torchtitan.models.moe import kernels
-from torchtitan.train import Trainer
 
 from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
+from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_validation import Batch, CompositionValidator, of_last_stage
 from cp_engine.plan import Plan
 from cp_engine.runtime import ContextParallel
@@ -33,6 +33,7 @@ class StepReport:
         cp_bytes_sent: by the engine's collectives in this step, summed over ranks; a rank's own part excluded.
         seconds: wall time of the step.
         validation_loss: mean over the predicted tokens of the validation batches; None at a step without validation.
+        indexer_loss: mean over tokens and layers; None for a model without indexers.
     """
 
     step: int
@@ -41,9 +42,10 @@ class StepReport:
     cp_bytes_sent: int
     seconds: float
     validation_loss: float | None = None
+    indexer_loss: float | None = None
 
 
-class CompositionTrainer(Trainer):
+class CompositionTrainer(IndexerTrainer):
     """Trains with the attention of one plan.
 
     Args:
@@ -139,6 +141,7 @@ class CompositionTrainer(Trainer):
             tokens_per_second=tokens / seconds,
             cp_bytes_sent=int(total.item()),
             seconds=seconds,
+            indexer_loss=self.mean_indexer_loss(),
         )
         if not (self.job_config.validation.enable and self.validator.should_validate(self.step)):
             self._report(self._step_report)
@@ -153,7 +156,7 @@ class CompositionTrainer(Trainer):
         self._report(replace(self._step_report, validation_loss=loss))
 
 
-def loss_of_last_stage(trainer: Trainer) -> float:
+def loss_of_last_stage(trainer: IndexerTrainer) -> float:
     """The loss that torchtitan logged, on every rank; pipeline stages before the last one log a placeholder."""
     assert isinstance(trainer.metrics_processor, RecordedMetrics)
     loss = trainer.metrics_processor.last_loss

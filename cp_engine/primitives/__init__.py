@@ -10,11 +10,14 @@ from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather, AllToAll, Undo
 from cp_engine.primitives.expand import Expand
 from cp_engine.primitives.order import Balanced, Contiguous, Order, Reorder, Striped, Zigzag
+from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
 
 ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped, Balanced)}
 """Config group `layout/`."""
 
-STEPS: Mapping[str, type[Step]] = {c.kind: c for c in (AllToAll, AllGather, Undo, Reorder, Expand, Dense)}
+STEPS: Mapping[str, type[Step]] = {
+    c.kind: c for c in (AllToAll, AllGather, Undo, Reorder, Expand, Dense, LightningIndexer, Sparse, IndexerLoss)
+}
 """Config groups `collective/` and `attention/`."""
 
 PRIMITIVES: Mapping[str, type[Order] | type[Step]] = {**ORDERS, **STEPS}

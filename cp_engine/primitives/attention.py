@@ -6,13 +6,14 @@ import numpy as np
 
 from cp_engine.attend import TiledAttention, kv_index
 from cp_engine.errors import CoverageError, KernelError, Problem
-from cp_engine.index_set import whole
 from cp_engine.kernels import KERNELS, Call, Kernel, choose, hardware
 from cp_engine.layout import Layout, Mesh, cut_by, image, joined
-from cp_engine.lower import Operation
-from cp_engine.plan import BYTES, Cost, Plan, PlannedStep, Refused, Shape, State, Step, counts
+from cp_engine.operation import Operation
+from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.primitives.coverage import require_coverage, together
 from cp_engine.redistribute import Target, sizes
 from cp_engine.rotate import AttendOperation, Level, LocalBlocks, TravellingBlocks
+from cp_engine.shape import BYTES, Shape, counts
 from cp_engine.tiles import Tiling, tiling_of_blocks
 from cp_engine.transfer import Numbers, Table, Transfer
 
@@ -43,19 +44,11 @@ class Dense(Step):
         return self.rotate
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
-        q, k, v = (state.layout(t) for t in ("q", "k", "v"))
-        for rank in range(state.mesh.degree):
-            if (k.sequence[rank], k.heads[rank]) != (v.sequence[rank], v.heads[rank]):
-                raise Refused(
-                    f"k and v are in different layouts at {state.mesh.coordinate(rank)}",
-                    rule="every key needs its value on the same rank",
-                    kind=CoverageError,
-                    rank=rank,
-                    shows=("k", "v"),
-                )
+        q, k = state.layout("q"), state.layout("k")
+        together(state, ("k", "v"), "every key needs its value on the same rank")
         self._require_key_heads(state, q, k)
         met = self._met(state, k)  # the keys that a rank's queries meet
-        self._require_coverage(state, q, met)
+        require_coverage(state, q, met, ("k", "v"), "every visible pair is computed exactly once")
         groups = tuple(state.mesh.groups(self.rotate))
         turns = tuple(Transfer(t, k, met, groups, state.shape.heads_per_head(t)) for t in ("k", "v") if self.rotate)
         layouts = {name: layout for name, layout in state.layouts.items() if name not in ("q", "k", "v")}
@@ -231,38 +224,6 @@ class Dense(Step):
                 kind=CoverageError,
             ) from None
 
-    def _require_coverage(self, state: State, q: Layout, k: Layout) -> None:
-        """Every visible pair of each rank's queries is there; keys are held once because sets hold positions once."""
-        everything = whole(state.shape.sequence)
-        checked: dict[object, tuple[int, int]] = {}
-        missing: list[tuple[int, int, int]] = []
-        for rank, (queries, keys, heads) in enumerate(zip(q.sequence, k.sequence, q.heads, strict=True)):
-            if (queries, keys) not in checked:
-                checked[queries, keys] = state.mask.count(queries, keys), state.mask.count(queries, everything)
-            there, wanted = checked[queries, keys]
-            if there != wanted and heads.count:
-                missing.append((rank, there * heads.count, wanted * heads.count))
-        if missing:
-            raise self._uncovered(state, q, k, missing)
-
-    def _uncovered(self, state: State, q: Layout, k: Layout, missing: list[tuple[int, int, int]]) -> Refused:
-        total = state.mask.count(everything := whole(state.shape.sequence), everything) * state.shape.heads
-        lost = sum(wanted - there for _, there, wanted in missing)
-        details = []
-        for i, (rank, _, _) in enumerate(missing[:2]):
-            seen = state.mask.needed(q.sequence[rank], everything)
-            rest = len(missing) - 2
-            more = f"   (and {rest} rank{'s' * (rest != 1)} more)" if i == 1 and rest > 0 else ""
-            what = f"queries {q.sequence[rank]} see keys {seen}, and {k.sequence[rank]} are held{more}"
-            details.append(("missing" if i == 0 else "", f"at {state.mesh.coordinate(rank)}: {what}"))
-        return Refused(
-            f"would not see {100 * lost / total:.0f} % of the visible (query, key) pairs: {lost} of {total}",
-            rule="every visible pair is computed exactly once",
-            details=details,
-            tries=_completing(state, k),
-            kind=CoverageError,
-        )
-
 
 def _largest(planned: PlannedStep, plan: Plan) -> Numbers:
     """Bytes of the largest block of k and v that goes round, for each rank."""
@@ -277,19 +238,3 @@ def _elements(planned: PlannedStep, plan: Plan) -> Numbers:
 
 def _ints(values: Numbers) -> tuple[int, ...]:
     return tuple(int(v) for v in values)
-
-
-def _completing(state: State, met: Layout) -> tuple[str, ...]:
-    """Lines that would bring the missing keys: a gather that left some out takes all, or one more gather."""
-    left_out = [p for p in state.history.get("k", ()) if p.whole]
-    if left_out:
-        return (f"cp.steps.{left_out[-1].step}.{left_out[-1].whole}",)
-    axes = cut_by(state.mesh, met.sequence)
-    if any(len({met.heads[r] for r in group}) > 1 for group in state.mesh.groups(axes)):
-        return ()
-    try:
-        joined(state.mesh, met.sequence, axes)
-    except ValueError:
-        return ()
-    gather = f"+collective@cp.steps.{{free}}=all_gather 'cp.steps.{{free}}.axes=[{','.join(axes)}]'"
-    return (f"{gather} 'cp.steps.{{free}}.tensors=[k,v]' 'cp.order=[{{with}}]'",)

@@ -1,7 +1,6 @@
 """What all exchanges share: a destination layout is inferred, and transfers, bytes, adjoint and execution follow from it."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -9,8 +8,10 @@ import numpy as np
 from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout, cut_by, joined
-from cp_engine.lower import ExchangeOperation, Operation, Target
-from cp_engine.plan import BYTES, Cost, Passed, Plan, PlannedStep, Refused, State, Step, counts
+from cp_engine.operation import ExchangeOperation, Operation
+from cp_engine.plan import Cost, Passed, Plan, PlannedStep, Refused, State, Step
+from cp_engine.redistribute import Target
+from cp_engine.shape import WITHOUT_GRADIENT, counts
 from cp_engine.transfer import Table, Transfer
 
 PACKED_BYTES = 1 << 20
@@ -53,7 +54,7 @@ class Exchange(Step):
         return replace(state, layouts=layouts, history=histories), tuple(transfers)
 
     def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
-        return tuple(t.adjoint for t in planned.transfers)
+        return tuple(t.adjoint for t in planned.transfers if t.tensor not in WITHOUT_GRADIENT)
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         return ExchangeOperation(
@@ -66,43 +67,34 @@ class Exchange(Step):
 
     def is_packed(self, planned: PlannedStep, plan: Plan) -> bool:
         """Whether all tensors travel in one collective."""
-        sent = _total([_sent(t, plan, BYTES[plan.shape.dtype]) for t in planned.transfers]).sum(1)
+        sent = self.links(planned, plan)[0].sum(1)
         return len(planned.transfers) > 1 and int(np.max(sent)) <= PACKED_BYTES
 
     def links(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
-        size = BYTES[plan.shape.dtype]
-        forward = _total([_sent(t, plan, size) for t in planned.transfers])
-        wide = plan.wide_gradients
-        backward = _total([_sent(t, plan, 4 if t.tensor in wide else size) for t in self.adjoint(planned)])
+        nothing: Table = np.zeros((plan.degree, plan.degree), dtype=np.int64)
+        forward = sum((plan.sent(t, _sizes(plan, t.tensor)[0]) for t in planned.transfers), nothing)
+        backward = sum((plan.sent(t, _sizes(plan, t.tensor)[1]) for t in self.adjoint(planned)), nothing)
         return forward, backward
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
-        forward_size = {t.tensor: BYTES[plan.shape.dtype] for t in planned.transfers}
-        backward_size = {n: 4 if n in plan.wide_gradients else size for n, size in forward_size.items()}
         forward, backward = self.links(planned, plan)
         made = np.sum(
-            [counts(t.after, plan.part, t.tensor) * forward_size[t.tensor] for t in planned.transfers], axis=0
+            [counts(t.after, plan.part, t.tensor) * plan.shape.bytes_of(t.tensor) for t in planned.transfers], axis=0
         )
         buffers = made + forward.sum(1) + forward.sum(0)
         return Cost(
             bytes_sent=(_ints(forward.sum(1)), _ints(backward.sum(1))),
-            collectives=(
-                self._collectives(planned, plan, forward_size),
-                self._collectives(planned, plan, backward_size),
-            ),
+            collectives=(self._collectives(planned, plan, 0), self._collectives(planned, plan, 1)),
             pairs=(0,) * plan.degree,
             buffer_bytes=_ints(buffers),
         )
 
-    def _collectives(self, planned: PlannedStep, plan: Plan, sizes: Mapping[str, int]) -> int:
-        moving = [t.tensor for t in planned.transfers if t.moves_anything]
-        if not moving:
+    def _collectives(self, planned: PlannedStep, plan: Plan, way: int) -> int:
+        transfers = (planned.transfers, self.adjoint(planned))[way]
+        if not any(t.moves_anything for t in transfers):
             return 0
-        return (
-            len({sizes[t.tensor] for t in planned.transfers})
-            if self.is_packed(planned, plan)
-            else len(planned.transfers)
-        )
+        kinds = {(t.tensor == "topk", _sizes(plan, t.tensor)[way]) for t in transfers}
+        return len(kinds) if self.is_packed(planned, plan) else len(transfers)
 
     def joined(self, state: State, tensor: str, dim: str, axes: tuple[str, ...]) -> tuple[IndexSet, ...]:
         """What the ranks along `axes` hold together; refuses what would be there twice."""
@@ -139,19 +131,11 @@ class Exchange(Step):
                     )
 
 
-def _total(tables: list[Table]) -> Table:
-    out: Table = np.sum(tables, axis=0)
-    return out
+def _sizes(plan: Plan, tensor: str) -> tuple[int, int]:
+    """Bytes of an element, and of one of its gradient."""
+    size = plan.shape.bytes_of(tensor)
+    return size, 4 if tensor in plan.wide_gradients else size
 
 
 def _ints(values: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> tuple[int, ...]:
     return tuple(int(v) for v in values)
-
-
-def _sent(transfer: Transfer, plan: Plan, size: int) -> Table:
-    """Bytes from rank to rank; what a rank keeps is not counted."""
-    table = np.zeros((plan.degree, plan.degree), dtype=np.int64)
-    for group, rows in zip(transfer.groups, transfer.tables, strict=True):
-        table[np.ix_(group, group)] = rows
-    np.fill_diagonal(table, 0)
-    return table * (plan.part.batch * plan.part.width(transfer.tensor) * size)

@@ -15,9 +15,10 @@ from torch import Tensor
 from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout
-from cp_engine.lower import Moving, Operation, Saved, Sketch, Sketches
-from cp_engine.plan import BYTES, Cost, Plan, PlannedStep, Refused, State, Step, counts
+from cp_engine.operation import Moving, Operation, Saved, Sketch, Sketches
+from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
 from cp_engine.redistribute import Target, Values
+from cp_engine.shape import BYTES, counts
 from cp_engine.transfer import Transfer
 
 
@@ -42,7 +43,7 @@ class Expand(Step):
                 rule="every head of multi-head latent attention expands a key and a value of its own",
             )
         for rank in range(state.mesh.degree):
-            if latent.sequence[rank] != rope.sequence[rank]:
+            if latent.sequence[rank] != rope.sequence[rank]:  # heads may differ: a rank without queries needs none
                 raise Refused(
                     f"kv_latent and k_rope are in different layouts at {state.mesh.coordinate(rank)}",
                     rule="a key is made of the latent and the rotary key of one token",
@@ -125,7 +126,7 @@ class ExpandOperation:
     def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
         yield from ()
         n = len(self._heads)
-        found: Values = {"kv_latent": [], "k_rope": [], "kv_up": []}
+        found: dict[str, list[Tensor]] = {"kv_latent": [], "k_rope": [], "kv_up": []}
         for latent, weight, heads, has_rope, dk, dv in zip(
             saved[:n], saved[n:], self._heads, self._has_rope, grads.pop("k"), grads.pop("v"), strict=True
         ):

@@ -1,0 +1,71 @@
+"""The loss of a model's indexers under torchtitan's Trainer: divided by the tokens of all ranks, as the main loss is.
+
+Importing this imports torchtitan, on CPU inside `cpu_shims`.
+"""
+
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtitan.train import Trainer
+
+
+class Collected(Protocol):
+    """What a model part with indexers has as `indexer_loss`."""
+
+    weight: Tensor | None
+
+    def take(self) -> Tensor: ...
+
+
+class IndexerTrainer(Trainer):  # type: ignore[misc]
+    """torchtitan's Trainer, which also weighs and sums the losses of indexers, where a model has any."""
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        """One micro batch.
+
+        Args:
+            input_dict: `input` [B, S] and companions.
+            labels: [B, S].
+            global_valid_tokens: predicted tokens of all ranks and micro batches.
+
+        Returns:
+            The main loss; the indexers' is added in their layers' backward.
+        """
+        parts = indexed(self.model_parts)
+        for part in parts:
+            weight = torch.as_tensor(float(self.model_args.indexer_loss_coeff), device=self.device)
+            # torchtitan 0.2.2 does not divide the gradients of a pipeline by the tokens; alike here, so that clipping sees one scale
+            part.weight = weight if self.parallel_dims.pp_enabled else weight / global_valid_tokens
+            part.take()
+        loss: Tensor = super().forward_backward_step(
+            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+        )
+        if parts:
+            taken = torch.stack([part.take().to(torch.float32) for part in parts]).sum() / global_valid_tokens
+            self._indexer_losses = self._indexer_losses + taken if self._counted_in == self.step else taken
+            self._counted_in = self.step
+        return loss
+
+    _indexer_losses: Tensor
+    _counted_in = -1
+
+    def mean_indexer_loss(self) -> float | None:
+        """Of the step, per token and layer, the same on every rank; None for a model without indexers. Every rank calls it."""
+        if not indexed(self.model_parts):
+            return None
+        total = self._indexer_losses.clone()
+        mesh = self.parallel_dims.get_optional_mesh("loss")  # the ranks that hold other tokens
+        if mesh is not None:
+            dist.all_reduce(total, group=mesh.get_group())
+        if self.parallel_dims.pp_enabled:
+            dist.all_reduce(total, group=self.parallel_dims.get_mesh("pp").get_group())
+        return float(total) / int(self.model_args.n_layers)
+
+
+def indexed(parts: list[nn.Module]) -> list[Collected]:
+    """The indexers' losses of model parts."""
+    return [cast(Collected, part.indexer_loss) for part in parts if hasattr(part, "indexer_loss")]

@@ -1,0 +1,319 @@
+"""DeepSeek sparse attention of one rank, in plain PyTorch: an indexer selects keys per query, attention sees those alone.
+
+    I[t, s] = sum_h w[t, h] relu(q_index[t, h] . k_index[s])            scores of the indexer
+    topk[t] = the `count` visible keys with the highest I               ties: the lowest position
+    out[t]  = sum_s a[t, s] latent[s],  a = softmax over topk[t] of scale (q . [latent | rope])
+    loss    = sum_t KL(p[t] || softmax of I[t] over topk[t]),  p = the sum of a over heads, normalised
+
+All of it runs over chunks of queries: memory is chunk x keys, and nothing sequence x sequence is built. The latent is key and value
+for all heads (the absorbed form of multi-head latent attention). Half types are computed in float32.
+Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; absorbed form: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cp_engine.sight import Chunk, Sight
+
+SELECTING_ROWS = 64
+"""Queries whose scores against all visible keys are there at once."""
+
+GATHERING_ROWS = 16
+"""Queries for which the selected keys are copied side by side: 16 x 512 keys of 576 elements are 18 MiB in float32."""
+
+SPARSE_FROM = 4
+"""Selected keys are gathered where there are this many times as many visible ones; below, scores of all of them, most of them masked,
+take less time: a matrix product of many rows costs a fraction per element of one with as many rows as there are heads."""
+
+
+class Index(NamedTuple):
+    """What an indexer scores with, or gradients of it.
+
+    Args:
+        q: [B, 1, S, heads x D], its heads side by side.
+        k: [B, 1, S_keys, D].
+        w: [B, 1, S, heads], the scale of the scores included.
+    """
+
+    q: Tensor
+    k: Tensor
+    w: Tensor
+
+
+def select(index: Index, sight: Sight, count: int) -> Tensor:
+    """The keys of each query.
+
+    Args:
+        index: what scores are made of.
+        sight: what each query may see.
+        count: keys per query.
+
+    Returns:
+        Global positions [B, 1, S, count], int32, ascending; -1 behind the last one.
+    """
+    (batch, _, rows, _), device = index.q.shape, index.q.device
+    out = torch.full((batch, 1, rows, count), -1, dtype=torch.int32, device=device)
+    for chunk in sight.chunks(SELECTING_ROWS):
+        seen, places = sight.visible(chunk, device), sight.key_positions(chunk, device)
+        for b in range(batch):
+            q, w = _heads(index, b, chunk)
+            k = _wide(sight.ascending(index.k[b, 0], 0)[chunk.keys])
+            act = _product(q, k.T).relu_()
+            scores = torch.bmm(w.unsqueeze(1), act).squeeze(1).masked_fill_(~seen, -torch.inf)
+            out[b, 0, chunk.rows] = _highest(scores, seen, places, count)
+    return out
+
+
+def _highest(scores: Tensor, seen: Tensor, places: Tensor, count: int) -> Tensor:
+    """Positions of the highest scores of each row, [c, count]; of equal ones those of the first columns."""
+    chosen = seen
+    if scores.shape[1] > count:
+        cut = scores.topk(count, 1).values[:, -1:]
+        above, level = scores > cut, (scores == cut) & seen
+        room = count - above.sum(1, keepdim=True)
+        chosen = above | (level & (level.cumsum(1) <= room))
+    slots = torch.where(chosen, chosen.cumsum(1) - 1, count)
+    out = places.new_full((scores.shape[0], count + 1), -1)
+    return out.scatter_(1, slots, places.expand_as(slots))[:, :count]
+
+
+class Picked:
+    """The selected keys of a chunk of queries, either as columns of all visible keys or copied side by side.
+
+    Args:
+        local: [c, count], places among the ascending keys; -1 where there are fewer.
+        chunk: the queries, and the range of keys that they can see.
+    """
+
+    def __init__(self, local: Tensor, chunk: Chunk) -> None:
+        self._chunk, self._is_dense = chunk, chunk.is_dense
+        if self._is_dense:
+            width = chunk.keys.stop - chunk.keys.start
+            columns = torch.where(local < 0, width, local - chunk.keys.start)
+            self._columns = columns
+            self.is_there = local.new_zeros((local.shape[0], width + 1), dtype=torch.bool).scatter_(1, columns, True)
+            self.is_there = self.is_there[:, :width]
+        else:
+            self._flat = local.clamp(min=0).flatten()
+            self.is_there = local >= 0
+
+    def of(self, keys: Tensor) -> Tensor:
+        """[S_keys, D] -> the keys that scores are computed with, [n, D] or [c, count, D]."""
+        if self._is_dense:
+            return _wide(keys[self._chunk.keys])
+        return _wide(keys.index_select(0, self._flat).view(*self.is_there.shape, keys.shape[1]))
+
+    def scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        """q [c, H, D] and what `of` gives -> [c, H, n]."""
+        if self._is_dense:
+            return _product(q, keys.T)
+        return torch.bmm(q, keys.transpose(1, 2))
+
+    def weighted(self, weights: Tensor, values: Tensor) -> Tensor:
+        """[c, H, n] and what `of` gives -> [c, H, D]."""
+        if self._is_dense:
+            return _product(weights, values)
+        return torch.bmm(weights, values)
+
+    def add(self, total: Tensor, weights: Tensor, x: Tensor) -> None:
+        """total [S_keys, D] += weights [c, H, n] transposed times x [c, H, D]."""
+        if self._is_dense:
+            total[self._chunk.keys].addmm_(weights.flatten(0, 1).T, x.flatten(0, 1))
+        else:
+            total.index_add_(0, self._flat, torch.bmm(weights.transpose(1, 2), x).flatten(0, 1))
+
+    def in_slots(self, x: Tensor) -> Tensor:
+        """[c, n] -> [c, count], a number for each selected key."""
+        return torch.nn.functional.pad(x, (0, 1)).gather(1, self._columns) if self._is_dense else x
+
+    def from_slots(self, x: Tensor) -> Tensor:
+        """[c, count] -> [c, n]."""
+        if not self._is_dense:
+            return x
+        width = self.is_there.shape[1]
+        return x.new_zeros((x.shape[0], width + 1)).scatter_(1, self._columns, x)[:, :width]
+
+
+def picked(topk: Tensor, sight: Sight) -> Iterator[tuple[int, Chunk, Picked]]:
+    """Chunk by chunk of each sequence: its place in the batch, the queries, their selected keys.
+
+    Args:
+        topk: [B, 1, S, count], global positions of the keys of each query.
+        sight: of those queries, in that order.
+    """
+    local = sight.places(topk)
+    for chunk in sight.chunks(SELECTING_ROWS, GATHERING_ROWS, SPARSE_FROM * topk.shape[3]):
+        for b in range(topk.shape[0]):
+            yield b, chunk, Picked(local[b, 0, chunk.rows], chunk)
+
+
+class Given(NamedTuple):
+    """What sparse attention is computed from.
+
+    Args:
+        q: [B, H, S, L + R].
+        latent: [B, 1, S_keys, L], key and value.
+        rope: [B, 1, S_keys, R].
+        topk: [B, 1, S, count], global positions.
+    """
+
+    q: Tensor
+    latent: Tensor
+    rope: Tensor
+    topk: Tensor
+
+    def keys(self, sight: Sight) -> Tensor:
+        """[B, S_keys, L + R], ascending."""
+        return sight.ascending(torch.cat((self.latent, self.rope), 3).squeeze(1), 1)
+
+
+def attend(given: Given, sight: Sight, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of each query to its selected keys.
+
+    Args:
+        given: queries, keys and selections.
+        sight: of these queries and keys.
+        scale: factor on the scores.
+
+    Returns:
+        out [B, H, S, L] in q's dtype; lse [B, H, S], float32 or wider, -inf for a query without keys.
+    """
+    q, width = given.q, given.latent.shape[3]
+    out = torch.zeros((*q.shape[:3], width), dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=wide_of(q.dtype), device=q.device)
+    both = given.keys(sight)
+    for b, chunk, keys in picked(given.topk, sight):
+        k = keys.of(both[b])
+        scores = keys.scores(_rows(q[b], chunk), k).mul_(scale).masked_fill_(~keys.is_there.unsqueeze(1), -torch.inf)
+        total = scores.logsumexp(2)
+        weights = scores.sub_(total.nan_to_num(neginf=0.0).unsqueeze(2)).exp_()
+        out[b, :, chunk.rows] = keys.weighted(weights, k[..., :width]).transpose(0, 1).to(q.dtype)
+        lse[b, :, chunk.rows] = total.T
+    return out, lse
+
+
+def attend_backward(
+    dout: Tensor, given: Given, out: Tensor, lse: Tensor, sight: Sight, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, latent and rope, the last two in float32 or wider, since they are sums over queries.
+
+    Args:
+        dout: [B, H, S, L].
+        given, sight, scale: as in `attend`.
+        out, lse: what it returned.
+    """
+    q, width = given.q, given.latent.shape[3]
+    dq, both = torch.zeros_like(q), given.keys(sight)
+    dkeys = torch.zeros(both.shape, dtype=lse.dtype, device=q.device)
+    for b, chunk, keys in picked(given.topk, sight):
+        k, q_, dout_ = keys.of(both[b]), _rows(q[b], chunk), _rows(dout[b], chunk)
+        weights = _weights(keys, q_, k, lse[b, :, chunk.rows], scale)
+        delta = (dout_ * _rows(out[b], chunk)).sum(2, keepdim=True)
+        slope = keys.scores(dout_, k[..., :width]).sub_(delta).mul_(weights).mul_(scale)
+        dq[b, :, chunk.rows] = keys.weighted(slope, k).transpose(0, 1).to(q.dtype)
+        keys.add(dkeys[b], slope, q_)
+        keys.add(dkeys[b, :, :width], weights, dout_)
+    dkeys = sight.as_given(dkeys, 1).unsqueeze(1)
+    return dq, dkeys[..., :width].contiguous(), dkeys[..., width:].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What heads attend to, summed over them; made again chunk by chunk from lse, and never stored.
+
+    Args:
+        q: [B, H, S, L + R].
+        keys: [B, S_keys, L + R], from `Given.keys`.
+        lse: [B, H, S].
+        scale: factor on the scores.
+    """
+
+    q: Tensor
+    keys: Tensor
+    lse: Tensor
+    scale: float
+
+    def share(self, b: int, chunk: Chunk, keys: Picked) -> Tensor:
+        """[c, n], of a chunk of queries."""
+        q, k = _rows(self.q[b], chunk), keys.of(self.keys[b])
+        return _weights(keys, q, k, self.lse[b, :, chunk.rows], self.scale).sum(1)
+
+
+def shares(attended: Attended, topk: Tensor, sight: Sight) -> Tensor:
+    """What some heads attend to, summed over them, for each selected key: [B, 1, S, count], in lse's dtype."""
+    has_heads = int(attended.q.shape[1] > 0)  # a rank without heads adds nothing
+    size = (topk.shape[0], has_heads, *topk.shape[2:])
+    out = torch.zeros(size, dtype=attended.lse.dtype, device=topk.device)
+    for b, chunk, picked_keys in picked(topk, sight):
+        out[b, 0, chunk.rows] = picked_keys.in_slots(attended.share(b, chunk, picked_keys))
+    return out
+
+
+def learn(index: Index, topk: Tensor, sight: Sight, source: Attended | Tensor) -> tuple[Tensor, Index]:
+    """The indexer's loss and its gradients.
+
+    Args:
+        index: as in `select`.
+        topk: [B, 1, S, count], the selection of these queries.
+        sight: of these queries and keys.
+        source: the attention of all heads: of the same queries, or its sum [B, 1, S, count] for each selected key.
+    """
+    wide = wide_of(index.q.dtype)
+    loss = torch.zeros((), dtype=wide, device=index.q.device)
+    grads = Index(torch.zeros_like(index.q), torch.zeros_like(index.k, dtype=wide), torch.zeros_like(index.w))
+    ascending = sight.ascending(index.k, 2)
+    for b, chunk, keys in picked(topk, sight):
+        if isinstance(source, Attended):
+            share = source.share(b, chunk, keys)
+        else:
+            share = keys.from_slots(source[b, 0, chunk.rows])
+        wanted = share / share.sum(1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
+        q, w = _heads(index, b, chunk)
+        k = keys.of(ascending[b, 0])
+        act = keys.scores(q, k).relu_()
+        scores = torch.bmm(w.unsqueeze(1), act).squeeze(1).masked_fill_(~keys.is_there, -torch.inf)
+        total = scores.logsumexp(1, keepdim=True).nan_to_num(neginf=0.0)
+        found = (scores - total).masked_fill(~keys.is_there, 0.0)  # log softmax
+        loss += (torch.xlogy(wanted, wanted) - wanted * found).sum()
+        slope = (found.exp() * keys.is_there - wanted).unsqueeze(1)  # the gradient of the scores
+        grads.w[b, 0, chunk.rows] = (slope * act).sum(2).to(index.w.dtype)
+        inner = (w.unsqueeze(2) * slope).mul_(act > 0)
+        grads.q[b, 0, chunk.rows] = keys.weighted(inner, k).flatten(1).to(index.q.dtype)
+        keys.add(grads.k[b, 0], inner, q)
+    return loss, grads._replace(k=sight.as_given(grads.k, 2))
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """[c, H, a] times [a, b] -> [c, H, b]; as a batch of one, since torchtitan's selective checkpointing keeps what `mm` gives, which
+    would be the scores of every chunk."""
+    return torch.bmm(x.flatten(0, 1).unsqueeze(0), matrix.unsqueeze(0)).view(*x.shape[:2], -1)
+
+
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _weights(keys: Picked, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """The attention weights [c, H, n] again, from lse [H, c]."""
+    scores = keys.scores(q, k).mul_(scale).masked_fill_(~keys.is_there.unsqueeze(1), -torch.inf)
+    return scores.sub_(lse.T.nan_to_num(neginf=0.0).unsqueeze(2)).exp_()
+
+
+def _heads(index: Index, b: int, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Queries [c, heads, D] and weights [c, heads] of a chunk, in float32 or wider."""
+    q, w = _wide(index.q[b, 0, chunk.rows]), _wide(index.w[b, 0, chunk.rows])
+    return q.view(q.shape[0], w.shape[1], -1), w
+
+
+def _rows(x: Tensor, chunk: Chunk) -> Tensor:
+    """[H, S, D] -> [c, H, D], in float32 or wider."""
+    return _wide(x[:, chunk.rows]).transpose(0, 1).contiguous()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_of(x.dtype))

@@ -1,0 +1,253 @@
+"""DeepSeek sparse attention in three steps: an indexer selects keys, attention sees those alone, the indexer learns from it.
+
+    select   q_index, k_index, w_index       -> topk            each query's keys, as global positions
+    attend   q, kv_latent, k_rope, topk      -> out, lse        the latent is key and value for every head
+    learn    what both had, and lse          -> indexer_loss    KL to the attention over the selected keys
+
+A selection is right only if it was made among all keys that a query can see, and attention only if it holds whatever may have been
+selected; both are the same question of coverage that dense attention asks. Positions are global, so tokens may be dealt in any order.
+Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cp_engine.errors import CoverageError
+from cp_engine.index_set import IndexSet
+from cp_engine.layout import Layout, joined
+from cp_engine.operation import Operation
+from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.primitives.coverage import require_coverage, together
+from cp_engine.redistribute import Redistribution, Target
+from cp_engine.shape import counts
+from cp_engine.sight import Sight, seen_keys
+from cp_engine.sparse import LearnOperation, SelectOperation, SparseOperation
+from cp_engine.transfer import Table, Transfer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningIndexer(Step):
+    """Selects the keys of each query: q_index, k_index, w_index -> topk."""
+
+    kind = "lightning_indexer"
+    uses = ("q_index", "k_index", "w_index")
+    makes = ("topk",)
+
+    def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
+        q, k = state.layout("q_index"), state.layout("k_index")
+        together(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        require_coverage(state, q, k, ("k_index",), "a key that the indexer does not see cannot be selected")
+        return replace(state, layouts={**state.layouts, "topk": q}), ()
+
+    def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
+        return ()
+
+    def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
+        made = counts(planned.layout_after("topk"), plan.part, "topk") * plan.shape.bytes_of("topk")
+        return _cost(plan, made)
+
+    def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
+        is_learned = any(s.step.losses for s in plan.steps)
+        return SelectOperation(_sights(planned, "q_index", "k_index", plan, target), plan.shape.selected, is_learned)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sparse(Step):
+    """Softmax attention to the selected keys, in absorbed form: q, kv_latent, k_rope, topk -> out in q's layout, and lse."""
+
+    kind = "sparse_attention"
+    uses = ("q", "kv_latent", "k_rope", "topk")
+    makes = ("out", "lse")
+
+    def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
+        _require_absorbed(state)
+        if "topk" not in state.layouts:
+            raise Refused(
+                "no step before it selects keys",
+                rule="sparse attention sees the keys that a selection before it named",
+                tries=("+attention@cp.steps.select=lightning_indexer 'cp.order=[...,select,{name}]'",),
+            )
+        q, latent, _, topk = (state.layout(t) for t in self.uses)
+        together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
+        if any(h.count and not k.count for h, k in zip(q.heads, latent.heads, strict=True)):
+            raise Refused(
+                "a rank with query heads has no latent",
+                rule="the latent has one head, which every rank with query heads holds whole",
+                kind=CoverageError,
+                shows=("q", "kv_latent", "k_rope"),
+            )
+        for rank in range(state.mesh.degree):
+            has_queries = q.heads[rank].count and q.sequence[rank].count
+            if has_queries and (topk.sequence[rank] != q.sequence[rank] or not topk.heads[rank].count):
+                raise Refused(
+                    f"the selection at {state.mesh.coordinate(rank)} is for queries {topk.sequence[rank]}, "
+                    f"and q holds {q.sequence[rank]}",
+                    rule="every query has its selected keys on its rank",
+                    tries=(
+                        "+collective@cp.steps.{free}=all_gather 'cp.steps.{free}.axes=[...]' "
+                        "'cp.steps.{free}.tensors=[topk]' 'cp.order=[{with}]'",
+                    ),
+                    kind=CoverageError,
+                    rank=rank,
+                    shows=("q", "topk"),
+                )
+        require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
+        history = {**state.history, "out": state.history.get("q", ())}
+        return replace(state, layouts={**state.layouts, "out": q, "lse": q}, history=history), ()
+
+    def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
+        return ()
+
+    def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
+        q, shape = planned.layout_before("q"), plan.part
+        made = sum(counts(q, shape, t) * plan.shape.bytes_of(t) for t in self.makes)
+        per_set: dict[IndexSet, int] = {}
+        pairs = []
+        for queries, heads in zip(q.sequence, q.heads, strict=True):
+            if queries not in per_set:
+                per_set[queries] = int(np.minimum(seen_keys(queries, plan.mask), shape.selected).sum())
+            pairs.append(per_set[queries] * heads.count * shape.batch)
+        return replace(_cost(plan, made), pairs=tuple(pairs))
+
+    def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
+        return SparseOperation(_sights(planned, "q", "kv_latent", plan, target))
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerLoss(Step):
+    """The indexer's loss and its gradients: KL to the attention over the selected keys -> indexer_loss, a sum over queries.
+
+    Args:
+        sum: mesh axes that cut q's heads: what each rank's heads attend to is summed over them.
+    """
+
+    kind = "indexer_loss"
+    uses = ("q_index", "k_index", "w_index", "q", "kv_latent", "k_rope", "topk", "lse")
+    losses = ("indexer_loss",)
+    sum: tuple[str, ...] = ()
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        return self.sum
+
+    def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
+        if "lse" not in state.layouts:
+            raise Refused(
+                "no sparse attention before it", rule="the indexer learns from the attention to the keys it selected"
+            )
+        q, q_index, k_index = (state.layout(t) for t in ("q", "q_index", "k_index"))
+        together(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        self._require_all_heads(state, q)
+        self._require_same_queries(state, q, q_index)
+        require_coverage(state, q_index, k_index, ("k_index",), "a key that can be selected is on the query's rank")
+        _require_once(state, q_index)
+        if not self.sum:
+            return state, ()
+        groups = tuple(state.mesh.groups(self.sum))
+        return state, (Transfer("target", q_index, q, groups, state.shape.heads_per_head("target")),)
+
+    def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
+        return ()
+
+    def links(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
+        nothing = np.zeros((plan.degree, plan.degree), dtype=np.int64)
+        return sum((plan.sent(t.adjoint, plan.shape.bytes_of("target")) for t in planned.transfers), nothing), nothing
+
+    def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
+        made = sum(counts(planned.layout_before(t), plan.part, t) * plan.shape.bytes_of(t) for t in self.uses[:3])
+        if self.sum:
+            made = made + counts(planned.layout_before("q"), plan.part, "target") * plan.shape.bytes_of("target")
+        cost = _cost(plan, made)
+        sent = tuple(int(b) for b in self.links(planned, plan)[0].sum(1))
+        return replace(cost, bytes_sent=(sent, cost.bytes_sent[1]), collectives=(int(any(sent)), 0))
+
+    def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
+        exchange = None
+        if self.sum:
+            exchange = Redistribution([t.adjoint for t in planned.transfers], target, (("target",),))
+        return LearnOperation(
+            _sights(planned, "q", "kv_latent", plan, target),
+            _sights(planned, "q_index", "k_index", plan, target),
+            [planned.layout_before("topk").sequence[r] for r in target.ranks],
+            exchange,
+        )
+
+    def _require_all_heads(self, state: State, q: Layout) -> None:
+        """The heads of a query are on one rank, or on those along `sum`, each once."""
+        total = state.shape.heads
+        for group in state.mesh.groups(self.sum):
+            held = sum(q.heads[r].count for r in group)
+            try:
+                distinct = joined(state.mesh, q.heads, self.sum)[group[0]].count if self.sum else held
+            except ValueError:
+                distinct = 0
+            if held != total or distinct != total:
+                axes = ", ".join(self.sum) or "no axis"
+                raise Refused(
+                    f"{distinct or held} of {total} heads are on the ranks along {axes} at {state.mesh.coordinate(group[0])}",
+                    rule="the target is the attention of all heads, each counted once",
+                    tries=("'{key}.sum=[...]'   # the axes that cut q's heads",),
+                    kind=CoverageError,
+                    rank=group[0],
+                    shows=("q",),
+                )
+
+    def _require_same_queries(self, state: State, q: Layout, q_index: Layout) -> None:
+        wanted = joined(state.mesh, q_index.sequence, self.sum) if self.sum else q_index.sequence
+        for rank, (a, b) in enumerate(zip(q.sequence, wanted, strict=True)):
+            if a != b:
+                raise Refused(
+                    f"q holds {a} at {state.mesh.coordinate(rank)}, and the indexer's queries {b}",
+                    rule="attention and indexer work on the same queries",
+                    kind=CoverageError,
+                    rank=rank,
+                    shows=("q", "q_index"),
+                )
+
+
+def _require_absorbed(state: State) -> None:
+    """The call is that of multi-head latent attention in absorbed form."""
+    shape = state.shape
+    if shape.kv_heads != 1:
+        raise Refused(
+            f"there are {shape.kv_heads} kv heads",
+            rule="sparse attention has one key head, the latent, which serves all query heads",
+            tries=("shape.kv_heads=1",),
+        )
+    sizes = (shape.latent_dim + shape.rope_dim, shape.latent_dim)
+    if (shape.head_dim, shape.v_head_dim) != sizes:
+        raise Refused(
+            f"head_dim is {shape.head_dim}|{shape.v_head_dim}, and the latent has {shape.latent_dim} + {shape.rope_dim}",
+            rule="in absorbed form q is as wide as the latent with the rotary key, and out as wide as the latent",
+            tries=(f"shape.head_dim={sizes[0]} shape.v_head_dim={sizes[1]}",),
+        )
+
+
+def _require_once(state: State, q_index: Layout) -> None:
+    """Every query's loss is counted on one rank."""
+    held = [s for s, h in zip(q_index.sequence, q_index.heads, strict=True) if h.count]
+    rows = sum(s.count for s in held)
+    if rows != state.shape.sequence:
+        raise Refused(
+            f"the loss of {state.shape.sequence} queries would be counted for {rows}",
+            rule="each query's loss is counted on one rank",
+            kind=CoverageError,
+            shows=("q_index",),
+        )
+
+
+def _sights(planned: PlannedStep, queries: str, keys: str, plan: Plan, target: Target) -> list[Sight]:
+    q, k = planned.layout_before(queries), planned.layout_before(keys)
+    nothing = IndexSet((), plan.shape.sequence)
+    return [Sight(q.sequence[r] if q.heads[r].count else nothing, k.sequence[r], plan.mask) for r in target.ranks]
+
+
+def _cost(plan: Plan, made: object) -> Cost:
+    nothing = (0,) * plan.degree
+    return Cost(
+        bytes_sent=(nothing, nothing),
+        collectives=(0, 0),
+        pairs=nothing,
+        buffer_bytes=tuple(int(b) for b in np.asarray(made)),
+    )

@@ -1,0 +1,152 @@
+"""The steps of DeepSeek sparse attention as operations on the local ranks; `cp_engine.kernels.sparse` has the arithmetic."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cp_engine.index_set import IndexSet
+from cp_engine.kernels import sparse
+from cp_engine.operation import Moving, Saved, Sketch, Sketches
+from cp_engine.redistribute import Redistribution, Values
+from cp_engine.shape import INDEX
+from cp_engine.sight import Sight, rows_of
+
+
+class SelectOperation:
+    """The indexer's choice. No gradient goes through it: what the indexer learns comes from its loss alone.
+
+    Args:
+        sights: per local rank, its queries and keys.
+        count: keys per query.
+        is_learned: whether a later step gives the indexer's gradients; else they are zero.
+    """
+
+    def __init__(self, sights: Sequence[Sight], count: int, is_learned: bool) -> None:
+        self._sights, self._count, self._is_learned = tuple(sights), count, is_learned
+
+    def outline(self, sketches: Sketches) -> list[Sketch]:
+        sketches["topk"] = [Sketch((*q.size[:3], self._count), torch.int32) for q in sketches["q_index"]]
+        return [] if self._is_learned else [s for name in INDEX for s in sketches[name]]
+
+    def forward(self, values: Values, scale: float) -> Moving:
+        yield from ()
+        given = _index(values)
+        values["topk"] = [
+            sparse.select(index, sight, self._count) for index, sight in zip(given, self._sights, strict=True)
+        ]
+        return () if self._is_learned else _flat(given)
+
+    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+        yield from ()
+        n = len(self._sights)
+        for i, name in enumerate(() if self._is_learned else INDEX):
+            grads[name] = [torch.zeros_like(x) for x in saved[i * n : (i + 1) * n]]
+        return ()
+
+
+class SparseOperation:
+    """Attention of every local rank to the selected keys, with lse kept for backward.
+
+    Args:
+        sights: per local rank, its queries and keys.
+    """
+
+    def __init__(self, sights: Sequence[Sight]) -> None:
+        self._sights = tuple(sights)
+
+    def outline(self, sketches: Sketches) -> list[Sketch]:
+        given = [sketches[name] for name in ("q", "kv_latent", "k_rope", "topk")]
+        q, latent = given[:2]
+        sketches["out"] = [Sketch((*a.size[:3], b.size[3]), a.dtype) for a, b in zip(q, latent, strict=True)]
+        sketches["lse"] = [Sketch(a.size[:3], sparse.wide_of(a.dtype)) for a in q]
+        return [s for part in (*given, sketches["out"], sketches["lse"]) for s in part]
+
+    def forward(self, values: Values, scale: float) -> Moving:
+        yield from ()
+        given = _given(values)
+        results = [sparse.attend(x, sight, scale) for x, sight in zip(given, self._sights, strict=True)]
+        values["out"], values["lse"] = [out for out, _ in results], [lse for _, lse in results]
+        return (*_flat(given), *values["out"], *values["lse"])
+
+    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+        yield from ()
+        n = len(self._sights)
+        parts = [saved[i * n : (i + 1) * n] for i in range(6)]
+        found = [
+            sparse.attend_backward(dout, sparse.Given(q, latent, rope, topk), out, lse, sight, scale)
+            for dout, q, latent, rope, topk, out, lse, sight in zip(grads.pop("out"), *parts, self._sights, strict=True)
+        ]
+        for i, name in enumerate(("q", "kv_latent", "k_rope")):
+            grads[name] = [x[i] for x in found]
+        return ()
+
+
+class LearnOperation:
+    """The indexer's loss. Its gradients are those of a sum, known once the loss is, so they are what is kept for backward.
+
+    Args:
+        attention: per local rank, the sight of its attention.
+        indexer: per local rank, that of its indexer.
+        selected: per local rank, the queries whose selection it holds.
+        exchange: sums over ranks what heads attend to; None where a rank has all heads of its queries.
+    """
+
+    def __init__(
+        self,
+        attention: Sequence[Sight],
+        indexer: Sequence[Sight],
+        selected: Sequence[IndexSet],
+        exchange: Redistribution | None,
+    ) -> None:
+        self._attention, self._indexer, self._exchange = tuple(attention), tuple(indexer), exchange
+        self._selected = tuple(selected)
+
+    def outline(self, sketches: Sketches) -> list[Sketch]:
+        wide = sparse.wide_of(sketches["q"][0].dtype)
+        sketches["indexer_loss"] = [Sketch((), wide) for _ in self._indexer]
+        dtypes = {"k_index": wide}
+        return [Sketch(s.size, dtypes.get(name, s.dtype)) for name in INDEX for s in sketches[name]]
+
+    def forward(self, values: Values, scale: float) -> Moving:
+        yield from ()
+        given, index = _given(values), _index(values)
+        attended = [
+            sparse.Attended(x.q, x.keys(sight), lse, scale)
+            for x, sight, lse in zip(given, self._attention, values["lse"], strict=True)
+        ]
+        sources: Sequence[sparse.Attended | Tensor] = attended
+        topk = [x.topk for x in given]
+        if self._exchange is not None:
+            shares = [sparse.shares(*x) for x in zip(attended, topk, self._attention, strict=True)]
+            sources = self._exchange.start({"target": shares})()["target"]
+            topk = [
+                x.index_select(2, rows_of(sight.queries, held).to(x.device))
+                for x, sight, held in zip(topk, self._indexer, self._selected, strict=True)
+            ]
+        learned = [sparse.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
+        values["indexer_loss"] = [loss for loss, _ in learned]
+        return _flat([gradients for _, gradients in learned])
+
+    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+        yield from ()
+        n, upstream = len(self._indexer), grads.pop("indexer_loss")
+        for i, name in enumerate(INDEX):
+            parts = saved[i * n : (i + 1) * n]
+            grads[name] = [x * g.to(x.dtype) for x, g in zip(parts, upstream, strict=True)]
+        return ()
+
+
+def _index(values: Values) -> list[sparse.Index]:
+    q, k, w = (values[name] for name in INDEX)
+    return [sparse.Index(*x) for x in zip(q, k, w, strict=True)]
+
+
+def _given(values: Values) -> list[sparse.Given]:
+    q, latent, rope, topk = (values[name] for name in ("q", "kv_latent", "k_rope", "topk"))
+    return [sparse.Given(*x) for x in zip(q, latent, rope, topk, strict=True)]
+
+
+def _flat(parts: Sequence[tuple[Tensor, ...]]) -> Saved:
+    """Tensors of each rank -> the same, tensor by tensor."""
+    return tuple(x for same in zip(*parts, strict=True) for x in same)

@@ -1,0 +1,137 @@
+"""DeepSeek sparse attention as a module: one process computes it as it is, an engine cuts it over ranks."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from cp_engine.call import Call, short
+from cp_engine.check import Composition, prove
+from cp_engine.errors import CallError, Problem
+from cp_engine.layout import Mesh
+from cp_engine.lower import Program
+from cp_engine.mask import mask_of
+from cp_engine.primitives import Contiguous
+from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
+from cp_engine.redistribute import Target
+from cp_engine.shape import Shape
+
+TENSORS = ("q", "kv_latent", "k_rope", "q_index", "k_index", "w_index")
+
+
+class SparseAttention(nn.Module):
+    """Causal attention of each query to the keys that an indexer selects for it, in absorbed form.
+
+    Args:
+        topk: keys of a query.
+        is_dense: every visible key is selected, whatever `topk` says: the indexer learns from dense attention.
+    """
+
+    def __init__(self, topk: int, is_dense: bool = False) -> None:
+        super().__init__()
+        self.topk, self.is_dense = topk, is_dense
+
+    def forward(
+        self,
+        q: Tensor,
+        kv_latent: Tensor,
+        k_rope: Tensor,
+        q_index: Tensor,
+        k_index: Tensor,
+        w_index: Tensor,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Selects and attends; the gradients of the indexer's tensors come from its loss alone.
+
+        Args:
+            q: [B, H, S, L + R].
+            kv_latent: [B, 1, S, L], key and value of all heads.
+            k_rope: [B, 1, S, R].
+            q_index: [B, Hi, S, Di].
+            k_index: [B, 1, S, Di].
+            w_index: [B, Hi, S, 1], the scale of the index scores included.
+            scale: factor on the scores of attention.
+
+        Returns:
+            out [B, H, S, L], and the indexer's loss, a scalar in float32 or wider: the sum over the call's queries of
+            KL(attention of all heads || softmax of the index scores), both over the selected keys.
+        """
+        tensors = (q, kv_latent, k_rope, q_index, k_index, w_index)
+        call = read_sparse(self, tensors, {"scale": scale})
+        shape = shape_of(call)
+        program = alone(shape, q.device.type)
+        results = program.results({n: [x] for n, x in call.tensors.items()}, scale)
+        return results["out"][0], results["indexer_loss"][0]
+
+
+def read_sparse(module: nn.Module, args: Sequence[object], named: Mapping[str, object]) -> Call:
+    """The call of `SparseAttention.forward`, the heads of the indexer side by side.
+
+    Args:
+        module: whose forward was called.
+        args: positional arguments.
+        named: arguments by name.
+
+    Returns:
+        The call; its result is out and the indexer's loss.
+
+    Raises:
+        CallError: an argument that is missing or unknown.
+    """
+    assert isinstance(module, SparseAttention)
+    given = {**dict(zip(TENSORS, args, strict=False)), **named}
+    found = {n: x for n, x in given.items() if n in TENSORS and isinstance(x, Tensor)}
+    scale = given.get("scale")
+    problems = [Problem(key=f"call.{n}", what="is missing") for n in TENSORS if n not in found]
+    problems += [
+        Problem(key=f"call.{n}", what=f"the attention call carries {n}={short(x)}, which no plan accounts for")
+        for n, x in given.items()
+        if n not in (*TENSORS, "scale")
+    ]
+    if not isinstance(scale, float):
+        problems.append(Problem(key="call.scale", what=f"must be a float, not {short(scale)}"))
+    if problems:
+        raise CallError(problems)
+    assert isinstance(scale, float)
+    length = found["q"].shape[2]
+    for name in ("q_index", "w_index"):
+        found[name] = found[name].transpose(1, 2).reshape(found[name].shape[0], 1, length, -1)
+    return Call(
+        tensors=found,
+        scale=scale,
+        topk=torch.iinfo(torch.int32).max if module.is_dense else module.topk,
+        finish=lambda out, losses: (out, losses["indexer_loss"]),
+    )
+
+
+def shape_of(call: Call) -> Shape:
+    """The shape of a call whose tensors are whole."""
+    t = call.tensors
+    batch, heads, sequence, head_dim = t["q"].shape
+    index_heads = t["w_index"].shape[3]
+    return Shape(
+        batch=batch,
+        sequence=sequence,
+        heads=heads,
+        kv_heads=1,
+        head_dim=head_dim,
+        v_head_dim=t["kv_latent"].shape[3],
+        dtype=str(t["q"].dtype)[6:],
+        latent_dim=t["kv_latent"].shape[3],
+        rope_dim=t["k_rope"].shape[3],
+        index_heads=index_heads,
+        index_dim=t["q_index"].shape[3] // index_heads,
+        topk=min(call.topk or 0, sequence),
+    )
+
+
+@lru_cache(maxsize=32)
+def alone(shape: Shape, device: str) -> Program:
+    """The same steps on one rank."""
+    steps = (LightningIndexer(name="select"), Sparse(name="attend"), IndexerLoss(name="learn"))
+    mesh = Mesh(axes=(), sizes=())
+    composition = Composition(name="alone", mesh=mesh, layout=Contiguous(), steps=steps, recompute="all")
+    plan = prove(composition, shape, mask_of("causal", shape.sequence))
+    return Program(plan, Target(ranks=(0,), device=device, communicator=None))
