@@ -12,6 +12,7 @@ from torch import Tensor
 
 LOSS_BOUND = 1e-5  # absolute; float32 reordering alone gives 1e-6 on the debug models
 GRADIENT_BOUND = 1e-5  # of each parameter, by norm; float32 reordering alone gives 2e-7
+SELECTION_BOUND = 1e-6  # of a score: how far from the last selected key one may be that only one run selects
 EXPERT_BOUND = 1e-6  # absolute: counts are whole numbers, and a step moves a bias by 1e-3
 ROWS = 8  # parameters in the table, the worst first
 RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
@@ -24,6 +25,7 @@ class Record(TypedDict):
         losses: one per step.
         indexer_losses: one per step; empty for a model without indexers.
         validation_losses: one per validation.
+        selections: module that selects keys -> `topk` and the indexer's tensors of step 1, of one sequence per row.
         gradients: parameter -> whole gradient of step 1 before clipping, float64.
         spread: parameter -> how far two ranks are apart in the norm of that gradient, relative.
         experts: `...tokens_per_expert` of step 1 over all ranks, and `...expert_bias` after the last step.
@@ -31,6 +33,7 @@ class Record(TypedDict):
 
     losses: list[float]
     indexer_losses: list[float]
+    selections: dict[str, dict[str, Tensor]]
     validation_losses: list[float]
     gradients: dict[str, Tensor]
     spread: dict[str, float]
@@ -46,11 +49,14 @@ class Comparison:
         gradient_errors: parameter -> |difference| / |stock| of the first step's gradient, in float64, or by how much more the
             ranks of the composition are apart than torchtitan's; worst first.
         expert_errors: expert statistics -> largest absolute difference; worst first, empty for a dense model.
+        selection_errors: module that selects keys -> how many keys only one of the runs selects, of how many, and how far the score of
+            such a key is from that of the last selected one, at most.
     """
 
     losses: tuple[tuple[str, float, float], ...]
     gradient_errors: tuple[tuple[str, float], ...]
     expert_errors: tuple[tuple[str, float], ...]
+    selection_errors: tuple[tuple[str, int, int, float], ...] = ()
 
     @property
     def is_within_bounds(self) -> bool:
@@ -59,6 +65,7 @@ class Comparison:
             all(abs(theirs - ours) <= LOSS_BOUND for _, theirs, ours in self.losses)
             and all(error <= GRADIENT_BOUND for _, error in self.gradient_errors)
             and all(error <= EXPERT_BOUND for _, error in self.expert_errors)
+            and all(distance <= SELECTION_BOUND for *_, distance in self.selection_errors)
         )
 
 
@@ -82,17 +89,23 @@ def compare(stock: Path, composition: Path) -> Comparison:
         ),
         gradient_errors=_errors(ours["gradients"], theirs["gradients"], _relative, apart),
         expert_errors=_errors(ours["experts"], theirs["experts"], _absolute, {}),
+        selection_errors=tuple(
+            (name, *_selected_apart(theirs["selections"][name], part)) for name, part in ours["selections"].items()
+        ),
     )
 
 
 def read(folder: Path) -> Record:
     """The records of all pipeline stages together."""
-    whole = Record(losses=[], indexer_losses=[], validation_losses=[], gradients={}, spread={}, experts={})
+    whole = Record(
+        losses=[], indexer_losses=[], selections={}, validation_losses=[], gradients={}, spread={}, experts={}
+    )
     for path in sorted(folder.glob(RECORDS)):
         part: Record = torch.load(path, weights_only=True)
         assert not whole["gradients"].keys() & part["gradients"].keys(), "two stages hold the same parameter"
         for name in ("losses", "indexer_losses", "validation_losses"):
             whole[name] = part[name]  # alike at every stage
+        whole["selections"] |= part["selections"]
         whole["gradients"] |= part["gradients"]
         whole["spread"] |= part["spread"]
         whole["experts"] |= part["experts"]
@@ -115,6 +128,27 @@ def _errors(
         found = error(ours[name], theirs[name]) if known else float("inf")
         rows.append((name, max(found, more.get(name, 0.0))) if found == found else (name, float("inf")))
     return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
+
+
+def _selected_apart(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> tuple[int, int, float]:
+    """Keys that one of two runs selects alone, all selected keys, and how far from the cut the score of such a key is, at most.
+
+    A run may hold some rows of the batch alone, and in another order: a row is known again by what its indexer weighs heads with.
+    """
+    size, apart, total, worst = ours["topk"].shape[2], 0, 0, 0.0
+    for topk, weights in zip(ours["topk"][:, 0], ours["w_index"], strict=True):
+        row = int((theirs["w_index"] - weights).abs().flatten(1).sum(1).argmin())
+        q, k, w = (theirs[name][row, 0].to(torch.float64) for name in ("q_index", "k_index", "w_index"))
+        chosen, other = (
+            torch.zeros(size, size + 1, dtype=torch.bool).scatter_(1, x.long() % (size + 1), True)[:, :size]
+            for x in (theirs["topk"][row, 0], topk)
+        )
+        for t in (chosen != other).any(1).nonzero().flatten().tolist():
+            scores = w[t] @ (q[t].view(w.shape[1], -1) @ k.T).relu()
+            cut = scores[chosen[t]].min()
+            worst = max(worst, float((scores[chosen[t] != other[t]] - cut).abs().max()))
+        apart, total = apart + int((chosen & ~other).sum()), total + int(chosen.sum())
+    return apart, total, worst
 
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
@@ -155,6 +189,13 @@ def show(comparison: Comparison, title: str) -> None:
             console.print(rows, highlight=False)
         if len(errors) > ROWS:
             console.print(f"and {len(errors) - ROWS} more, each with no larger difference", highlight=False)
+    if comparison.selection_errors:
+        rows = _table("selected keys of step 1", "only alone", "of", "farthest from the cut", "bound", "")
+        for name, apart, total, distance in comparison.selection_errors[:ROWS]:
+            cells = (name, f"{apart:,}", f"{total:,}", f"{distance:.1e}", f"<= {SELECTION_BOUND:.0e}")
+            rows.add_row(*cells, _verdict(distance <= SELECTION_BOUND))
+        console.print()
+        console.print(rows, highlight=False)
     verdict = "verified" if comparison.is_within_bounds else "WRONG: the composition does not train as torchtitan does"
     console.print(f"\n{verdict}", highlight=False)
 

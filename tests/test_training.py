@@ -190,6 +190,7 @@ def record(
     whole = Record(
         losses=list(losses),
         indexer_losses=[],
+        selections={},
         validation_losses=[],
         gradients=gradients,
         spread=dict.fromkeys(gradients, spread),

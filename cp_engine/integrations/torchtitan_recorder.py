@@ -1,7 +1,8 @@
 """Trainers that write down losses, first gradients and expert statistics, to compare a composition with torchtitan alone."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.validate import Validator
 
+from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
 from cp_engine.integrations.torchtitan_validation import Batch
+from cp_engine.shape import INDEX
+from cp_engine.sparse_attention import SparseAttention, alone, read_sparse, shape_of
 
 WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 """Activation checkpointing and compile rename parameters."""
@@ -29,10 +33,18 @@ class StockRecorder(IndexerTrainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """One micro batch; after the last one of step 1 gradients and expert statistics are kept."""
-        loss: Tensor = super().forward_backward_step(
-            input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-        )
+        """One micro batch; after the last one of step 1 gradients, expert statistics and selected keys are kept."""
+        with ExitStack() as undo:
+            if self.step == 1:
+                self._selections: dict[str, dict[str, Tensor]] = {}
+                for part in self.model_parts:
+                    for name, module in part.named_modules():
+                        if isinstance(module, SparseAttention):
+                            hook = self._noting(WRAPPERS.sub("", name))
+                            undo.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            loss: Tensor = super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
         if self.step == 1:  # overwritten until the last micro batch; clipping and the update of the bias come after
             self._gradients = {
                 WRAPPERS.sub("", name): _whole(parameter.grad)
@@ -46,6 +58,22 @@ class StockRecorder(IndexerTrainer):
                 for count in self._experts.values():
                     dist.all_reduce(count, group=mesh.get_group())
         return loss
+
+    def _noting(self, name: str) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]:
+        def note(module: nn.Module, args: tuple[object, ...], named: dict[str, object]) -> None:
+            if torch._C._current_graph_task_id() == -1:  # not a recompute
+                with torch.no_grad():
+                    self._selections[name] = {
+                        n: x.cpu() for n, x in self.selection(read_sparse(module, args, named)).items()
+                    }
+
+        return note
+
+    def selection(self, call: Call) -> dict[str, Tensor]:
+        """`topk` and the indexer's tensors of a call, over the whole sequence."""
+        program = alone(shape_of(call), self.device.type)
+        (topk,) = program.made("topk", {n: [x] for n, x in call.tensors.items()}, 1.0)
+        return {"topk": topk, **{n: call.tensors[n] for n in INDEX}}
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step; its loss is kept."""
@@ -73,6 +101,7 @@ class StockRecorder(IndexerTrainer):
             record = Record(
                 losses=self._losses,
                 indexer_losses=self._indexer,
+                selections=self._selections,
                 validation_losses=self.metrics_processor.validation_losses,
                 gradients=self._gradients,
                 spread=spread,
@@ -83,6 +112,15 @@ class StockRecorder(IndexerTrainer):
 
 class CompositionRecorder(StockRecorder, CompositionTrainer):
     """The same record from training with a composition."""
+
+    def selection(self, call: Call) -> dict[str, Tensor]:
+        """As that of one process; every rank of the composition takes part."""
+        topk = self.cp.made("topk", call).to(torch.float64)  # positions are exact in it
+        parts = {"topk": topk, **{n: call.tensors[n] for n in INDEX}}
+        return {
+            n: self.cp.unshard(x.contiguous(), dim=2).to(torch.int32 if n == "topk" else x.dtype)
+            for n, x in parts.items()
+        }
 
 
 def _without_masks(
