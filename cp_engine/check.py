@@ -14,7 +14,7 @@ from cp_engine.index_set import IndexSet, union, whole
 from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
 from cp_engine.plan import Plan, PlannedStep, Refused, State, Step
-from cp_engine.primitives import Order
+from cp_engine.primitives import Order, Undo
 from cp_engine.shape import LATENT, MADE, NEEDS, SHARED, Shape, part_of
 
 
@@ -184,6 +184,12 @@ def require_any_mask(plan: Plan) -> None:
         what = f"{layout.kind} deals tokens by their work, and the mask comes with each call, after that"
         tries = ("layout@cp.layout=zigzag", "'mask.starts=[0,...]'")
         problems.append(Problem(key="cp.layout", what=what, tries=tries))
+    taken_back = {step.of for step in composition.steps if isinstance(step, Undo) and "out" in step.tensors}
+    for step in composition.steps:
+        if step.deals_by_mask and step.name not in taken_back:
+            what = "deals tokens by their work, and is not taken back; the mask that it follows from comes with each call"
+            rule = ("rule", "out returns to q's layout whatever mask a call brings")
+            problems.append(Problem(key=f"cp.steps.{step.name}", what=what, details=(rule,)))
     attends = next(s for s in plan.steps if "out" in s.step.makes)
     queries = attends.layout_before("q").sequence
     met = {t.tensor: t.after for t in attends.transfers}

@@ -132,6 +132,11 @@ class Step(ABC):
         return False
 
     @property
+    def deals_by_mask(self) -> bool:
+        """Whether the order in which the step deals tokens follows from the mask."""
+        return False
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """Parameters of the model that it needs, with one row per query head."""
         return ()

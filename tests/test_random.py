@@ -57,6 +57,36 @@ ESCAPES: list[tuple[str, Case, str]] = [
         "LayoutError",
     ),
     (
+        "an order that follows from each call's mask, not taken back, and none at all under the mask of the plan",
+        Case(
+            composed(
+                {"a": 5},
+                {
+                    "fetch": gather(["a"], ["k", "v"], "all"),
+                    "again": {
+                        "kind": "reorder",
+                        "to": {"kind": "balanced", "chunks": 2},
+                        "over": ["a"],
+                        "tensors": ["q"],
+                    },
+                    "deal": {
+                        "kind": "reorder",
+                        "to": {"kind": "balanced", "chunks": 2},
+                        "over": ["a"],
+                        "tensors": ["q"],
+                    },
+                    "attend": DENSE,
+                    "back": {"kind": "undo", "of": "deal", "tensors": ["out"]},
+                },
+                layout={"kind": "zigzag"},
+            ),
+            replace(CALL, sequence=40),
+            {"kind": "document"},
+            called={"kind": "document", "starts": [0, 17, 18, 32, 33]},
+        ),
+        "LayoutError",
+    ),
+    (
         "RuntimeError where a rank has no head, and so no part of the latent",
         Case(
             composed(

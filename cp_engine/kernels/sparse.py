@@ -22,8 +22,8 @@ from cp_engine.sight import Chunk, Sight
 SELECTING_ROWS = 64
 """Queries whose scores against all visible keys are there at once."""
 
-GATHERING_ROWS = 16
-"""Queries for which the selected keys are copied side by side: 16 x 512 keys of 576 elements are 18 MiB in float32."""
+GATHERED_ELEMENTS = 1 << 21
+"""Elements of selected keys that are copied side by side for some queries: 8 MiB in float32, the fastest of 1 to 80 MiB on a CPU."""
 
 SPARSE_FROM = 4
 """Selected keys are gathered where there are this many times as many visible ones; below, scores of all of them, most of them masked,
@@ -119,12 +119,17 @@ class Picked:
             return _product(weights, values)
         return torch.bmm(weights, values)
 
-    def add(self, total: Tensor, weights: Tensor, x: Tensor) -> None:
-        """total [S_keys, D] += weights [c, H, n] transposed times x [c, H, D]."""
+    def add(self, total: Tensor, *products: tuple[Tensor, Tensor]) -> None:
+        """total [S_keys, D] += weights [c, H, n] transposed times x [c, H, <= D], for each (weights, x); the first x is the widest."""
         if self._is_dense:
-            total[self._chunk.keys].addmm_(weights.flatten(0, 1).T, x.flatten(0, 1))
-        else:
-            total.index_add_(0, self._flat, torch.bmm(weights.transpose(1, 2), x).flatten(0, 1))
+            for weights, x in products:
+                total[self._chunk.keys, : x.shape[2]].addmm_(weights.flatten(0, 1).T, x.flatten(0, 1))
+            return
+        (weights, x), *others = products
+        share = torch.bmm(weights.transpose(1, 2), x)
+        for weights, x in others:
+            share[..., : x.shape[2]].baddbmm_(weights.transpose(1, 2), x)
+        total.index_add_(0, self._flat, share.flatten(0, 1))
 
     def in_slots(self, x: Tensor) -> Tensor:
         """[c, n] -> [c, count], a number for each selected key."""
@@ -138,15 +143,17 @@ class Picked:
         return x.new_zeros((x.shape[0], width + 1)).scatter_(1, self._columns, x)[:, :width]
 
 
-def picked(topk: Tensor, sight: Sight) -> Iterator[tuple[int, Chunk, Picked]]:
+def picked(topk: Tensor, sight: Sight, width: int) -> Iterator[tuple[int, Chunk, Picked]]:
     """Chunk by chunk of each sequence: its place in the batch, the queries, their selected keys.
 
     Args:
         topk: [B, 1, S, count], global positions of the keys of each query.
         sight: of those queries, in that order.
+        width: elements of a key.
     """
-    local = sight.places(topk)
-    for chunk in sight.chunks(SELECTING_ROWS, GATHERING_ROWS, SPARSE_FROM * topk.shape[3]):
+    local, count = sight.places(topk), topk.shape[3]
+    rows = max(1, min(SELECTING_ROWS, GATHERED_ELEMENTS // max(1, count * width)))
+    for chunk in sight.chunks(SELECTING_ROWS, rows, SPARSE_FROM * count):
         for b in range(topk.shape[0]):
             yield b, chunk, Picked(local[b, 0, chunk.rows], chunk)
 
@@ -186,7 +193,7 @@ def attend(given: Given, sight: Sight, scale: float) -> tuple[Tensor, Tensor]:
     out = torch.zeros((*q.shape[:3], width), dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=wide_of(q.dtype), device=q.device)
     both = given.keys(sight)
-    for b, chunk, keys in picked(given.topk, sight):
+    for b, chunk, keys in picked(given.topk, sight, both.shape[2]):
         k = keys.of(both[b])
         scores = keys.scores(_rows(q[b], chunk), k).mul_(scale).masked_fill_(~keys.is_there.unsqueeze(1), -torch.inf)
         total = scores.logsumexp(2)
@@ -209,14 +216,13 @@ def attend_backward(
     q, width = given.q, given.latent.shape[3]
     dq, both = torch.zeros_like(q), given.keys(sight)
     dkeys = torch.zeros(both.shape, dtype=lse.dtype, device=q.device)
-    for b, chunk, keys in picked(given.topk, sight):
+    for b, chunk, keys in picked(given.topk, sight, both.shape[2]):
         k, q_, dout_ = keys.of(both[b]), _rows(q[b], chunk), _rows(dout[b], chunk)
         weights = _weights(keys, q_, k, lse[b, :, chunk.rows], scale)
         delta = (dout_ * _rows(out[b], chunk)).sum(2, keepdim=True)
         slope = keys.scores(dout_, k[..., :width]).sub_(delta).mul_(weights).mul_(scale)
         dq[b, :, chunk.rows] = keys.weighted(slope, k).transpose(0, 1).to(q.dtype)
-        keys.add(dkeys[b], slope, q_)
-        keys.add(dkeys[b, :, :width], weights, dout_)
+        keys.add(dkeys[b], (slope, q_), (weights, dout_))
     dkeys = sight.as_given(dkeys, 1).unsqueeze(1)
     return dq, dkeys[..., :width].contiguous(), dkeys[..., width:].contiguous()
 
@@ -248,7 +254,7 @@ def shares(attended: Attended, topk: Tensor, sight: Sight) -> Tensor:
     has_heads = int(attended.q.shape[1] > 0)  # a rank without heads adds nothing
     size = (topk.shape[0], has_heads, *topk.shape[2:])
     out = torch.zeros(size, dtype=attended.lse.dtype, device=topk.device)
-    for b, chunk, picked_keys in picked(topk, sight):
+    for b, chunk, picked_keys in picked(topk, sight, attended.keys.shape[2]):
         out[b, 0, chunk.rows] = picked_keys.in_slots(attended.share(b, chunk, picked_keys))
     return out
 
@@ -266,7 +272,8 @@ def learn(index: Index, topk: Tensor, sight: Sight, source: Attended | Tensor) -
     loss = torch.zeros((), dtype=wide, device=index.q.device)
     grads = Index(torch.zeros_like(index.q), torch.zeros_like(index.k, dtype=wide), torch.zeros_like(index.w))
     ascending = sight.ascending(index.k, 2)
-    for b, chunk, keys in picked(topk, sight):
+    width = source.keys.shape[2] if isinstance(source, Attended) else index.k.shape[3]
+    for b, chunk, keys in picked(topk, sight, width):
         if isinstance(source, Attended):
             share = source.share(b, chunk, keys)
         else:
@@ -283,7 +290,7 @@ def learn(index: Index, topk: Tensor, sight: Sight, source: Attended | Tensor) -
         grads.w[b, 0, chunk.rows] = (slope * act).sum(2).to(index.w.dtype)
         inner = (w.unsqueeze(2) * slope).mul_(act > 0)
         grads.q[b, 0, chunk.rows] = keys.weighted(inner, k).flatten(1).to(index.q.dtype)
-        keys.add(grads.k[b, 0], inner, q)
+        keys.add(grads.k[b, 0], (inner, q))
     return loss, grads._replace(k=sight.as_given(grads.k, 2))
 
 

@@ -137,6 +137,10 @@ class Reorder(Exchange):
     def used_axes(self) -> tuple[str, ...]:
         return self.over or ()
 
+    @property
+    def deals_by_mask(self) -> bool:
+        return self.to.looks_at_mask
+
     def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
         return state.mesh.axes if self.over is None else self.over
 
