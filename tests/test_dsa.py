@@ -343,3 +343,20 @@ def test_two_gloo_ranks_equal_one_process_and_send_what_is_planned(two: World, p
     for rows, counted, planned in two.run(on_ranks, preset, call(sequence=sequence, batch=3, topk=9)):
         assert all(error <= BOUND for _, error in rows), rows
         assert counted == planned
+
+
+def test_no_later_key_and_none_of_another_document_is_selected() -> None:
+    """Documents of 10 and 22 tokens: the second one begins on the first rank and ends on the second."""
+    mask = {"kind": "document", "starts": [0, 10]}
+    for layout in ("contiguous", "zigzag", "striped"):
+        plan = plan_of("dsa", f"layout@cp.layout={layout}", degree=2, shape=call(sequence=32, topk=8), mask=mask)
+        program = Program(plan, Target(ranks=(0, 1), device="cpu", communicator=None))
+        tensors, _ = verify.inputs_of(plan)
+        held = [torch.tensor(list(s)) for s in plan.entry.sequence]
+        chosen = program.made("topk", {n: [x[:, :, i] for i in held] for n, x in tensors.items()}, 1.0)
+        for positions, topk in zip(held, chosen, strict=True):
+            for query, keys in zip(positions.tolist(), topk[0, 0].tolist(), strict=True):
+                first = 10 if query >= 10 else 0
+                found = [key for key in keys if key >= 0]
+                assert all(first <= key <= query for key in found)
+                assert len(found) == min(8, query - first + 1)
