@@ -238,7 +238,7 @@ class Reader:
             if once != list(names):
                 what = f"[{', '.join(names)}] names one of them twice"
                 self.add(key, what, (("rule", "each once"),), (f"'{key}=[{','.join(once)}]'",))
-            if f.name in ("axes", "over", "rotate"):
+            if rule.get("is_axes"):
                 for axis in names:
                     if axis not in mesh.axes:
                         self.add(

@@ -32,7 +32,7 @@ class Dense(Step):
     consumes = ("q", "k", "v")
     makes = ("out",)
     kernel: str = field(default="auto", metadata={"allowed": ("auto", *(k.name for k in KERNELS))})
-    rotate: tuple[str, ...] = ()
+    rotate: tuple[str, ...] = field(default=(), metadata={"is_axes": True})
     sinks: bool = False
 
     @property

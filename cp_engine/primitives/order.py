@@ -29,7 +29,7 @@ class Order(ABC):
 
     kind: ClassVar[str]
     looks_at_mask: ClassVar[bool] = False
-    over: tuple[str, ...] | None = None
+    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
 
     @abstractmethod
     def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
@@ -131,7 +131,7 @@ class Reorder(Exchange):
 
     kind = "reorder"
     to: Order = field(metadata={"is_order": True})
-    over: tuple[str, ...] | None = None
+    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
 
     @property
     def used_axes(self) -> tuple[str, ...]:

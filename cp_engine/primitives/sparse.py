@@ -9,13 +9,13 @@ selected; both are the same question of coverage that dense attention asks. Posi
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet
-from cp_engine.layout import Layout, joined
+from cp_engine.layout import Layout, cut_by, joined
 from cp_engine.operation import Operation
 from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
 from cp_engine.primitives.coverage import require_coverage, together
@@ -66,7 +66,7 @@ class Sparse(Step):
             raise Refused(
                 "no step before it selects keys",
                 rule="sparse attention sees the keys that a selection before it named",
-                tries=("+attention@cp.steps.select=lightning_indexer 'cp.order=[...,select,{name}]'",),
+                tries=("+attention@cp.steps.{free}=lightning_indexer 'cp.order=[{with}]'",),
             )
         q, latent, _, topk = (state.layout(t) for t in self.uses)
         together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
@@ -84,10 +84,7 @@ class Sparse(Step):
                     f"the selection at {state.mesh.coordinate(rank)} is for queries {topk.sequence[rank]}, "
                     f"and q holds {q.sequence[rank]}",
                     rule="every query has its selected keys on its rank",
-                    tries=(
-                        "+collective@cp.steps.{free}=all_gather 'cp.steps.{free}.axes=[...]' "
-                        "'cp.steps.{free}.tensors=[topk]' 'cp.order=[{with}]'",
-                    ),
+                    tries=_gathering(state, topk, "topk"),
                     kind=CoverageError,
                     rank=rank,
                     shows=("q", "topk"),
@@ -125,7 +122,7 @@ class IndexerLoss(Step):
     kind = "indexer_loss"
     uses = ("q_index", "k_index", "w_index", "q", "kv_latent", "k_rope", "topk", "lse")
     losses = ("indexer_loss",)
-    sum: tuple[str, ...] = ()
+    sum: tuple[str, ...] = field(default=(), metadata={"is_axes": True})
 
     @property
     def used_axes(self) -> tuple[str, ...]:
@@ -187,7 +184,7 @@ class IndexerLoss(Step):
                 raise Refused(
                     f"{distinct or held} of {total} heads are on the ranks along {axes} at {state.mesh.coordinate(group[0])}",
                     rule="the target is the attention of all heads, each counted once",
-                    tries=("'{key}.sum=[...]'   # the axes that cut q's heads",),
+                    tries=(f"'{{key}}.sum=[{','.join(cut_by(state.mesh, q.heads))}]'",),
                     kind=CoverageError,
                     rank=group[0],
                     shows=("q",),
@@ -222,6 +219,13 @@ def _require_absorbed(state: State) -> None:
             rule="in absorbed form q is as wide as the latent with the rotary key, and out as wide as the latent",
             tries=(f"shape.head_dim={sizes[0]} shape.v_head_dim={sizes[1]}",),
         )
+
+
+def _gathering(state: State, layout: Layout, tensor: str) -> tuple[str, ...]:
+    """A line that would bring a tensor's whole sequence to every rank, where its ranks cut it."""
+    axes = ",".join(cut_by(state.mesh, layout.sequence))
+    gather = f"+collective@cp.steps.{{free}}=all_gather 'cp.steps.{{free}}.axes=[{axes}]'"
+    return (f"{gather} 'cp.steps.{{free}}.tensors=[{tensor}]' 'cp.order=[{{with}}]'",) if axes else ()
 
 
 def _require_once(state: State, q_index: Layout) -> None:
