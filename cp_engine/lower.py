@@ -13,7 +13,8 @@ from torch.autograd.function import FunctionCtx
 from cp_engine.errors import CallError, Problem
 from cp_engine.operation import Operation, Saved, Sketch, Sketches
 from cp_engine.plan import Plan
-from cp_engine.redistribute import Target, Values
+from cp_engine.redistribute import Target
+from cp_engine.values import Values
 
 IN_FLIGHT = 3
 """Head groups at work at once: one computes, the exchange into the next one and out of the last one travel."""

@@ -7,8 +7,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from cp_engine.redistribute import Redistribution, Target, Values
+from cp_engine.redistribute import Redistribution, Target
 from cp_engine.transfer import Transfer
+from cp_engine.values import Values
 
 Saved: TypeAlias = tuple[Tensor, ...]
 Moving: TypeAlias = Generator[None, None, Saved]

@@ -18,7 +18,7 @@ from torch import Tensor
 from cp_engine.attend import Backward, Forward, TiledAttention, sink_gradient
 from cp_engine.channel import Channel, Pending
 from cp_engine.operation import Moving, Saved, Sketch, Sketches
-from cp_engine.redistribute import Values
+from cp_engine.values import Values
 
 Visit: TypeAlias = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(block, k, v) -> dk, dv of that block."""

@@ -6,7 +6,8 @@ Every name, type and value is checked here, and all problems are reported togeth
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cp_engine.check import Composition, prove, require_any_mask
+from cp_engine.any_mask import require_any_mask
+from cp_engine.check import Composition, prove
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.mask import Mask, is_from_call, mask_of
 from cp_engine.plan import Plan

@@ -8,9 +8,10 @@ from torch import Tensor
 from cp_engine.index_set import IndexSet
 from cp_engine.kernels import sparse
 from cp_engine.operation import Moving, Saved, Sketch, Sketches
-from cp_engine.redistribute import Redistribution, Values
+from cp_engine.redistribute import Redistribution
 from cp_engine.shape import INDEX
 from cp_engine.sight import Sight, rows_of
+from cp_engine.values import Values
 
 
 class SelectOperation:

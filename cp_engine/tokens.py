@@ -8,7 +8,7 @@ from torch.autograd.function import FunctionCtx
 
 from cp_engine.index_set import IndexSet
 from cp_engine.operation import ExchangeOperation
-from cp_engine.redistribute import Values
+from cp_engine.values import Values
 
 
 class Unshard(torch.autograd.Function):

@@ -49,7 +49,8 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         config: the composed configuration.
         trainer_class: the trainer, or one that records more.
     """
-    from cp_engine.integrations.torchtitan_host import hosted, job_config, refuse_other_shape
+    from cp_engine.integrations.torchtitan_host import hosted, job_config
+    from cp_engine.integrations.torchtitan_spec import refuse_other_shape
 
     job = job_config(titan_of(config))
     with hosted(job, data=section(config, "data"), is_composed=True), ExitStack() as finish:

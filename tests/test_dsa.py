@@ -16,7 +16,7 @@ from cp_engine.channel import Pending
 from cp_engine.cost import totals
 from cp_engine.errors import CoverageError, CPError, LayoutError
 from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.kernels import sparse
+from cp_engine.kernels import picked, sparse
 from cp_engine.lower import Program
 from cp_engine.mask import mask_of
 from cp_engine.plan import Plan
@@ -101,7 +101,7 @@ def test_keys_are_selected_among_those_that_any_mask_shows(preset: str, mask: No
 def test_selected_keys_are_computed_alike_side_by_side_and_as_columns(
     dense_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sparse, "SPARSE_FROM", dense_from)
+    monkeypatch.setattr(picked, "SPARSE_FROM", dense_from)
     assert wrong(plan_of("dsa", degree=2, shape=call(sequence=200, batch=2, topk=11))) == []
 
 

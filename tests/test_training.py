@@ -493,7 +493,8 @@ def test_job_config_takes_nested_sections_and_refuses_unknown_keys() -> None:
 
 def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config, refuse_other_shape
+        from cp_engine.integrations.torchtitan_host import job_config
+        from cp_engine.integrations.torchtitan_spec import refuse_other_shape
     checked = 0
     for model, flavors in job.shape_table().items():
         for flavor, row in flavors.items():
@@ -506,7 +507,8 @@ def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
 
 def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config, refuse_other_shape
+        from cp_engine.integrations.torchtitan_host import job_config
+        from cp_engine.integrations.torchtitan_spec import refuse_other_shape
     config = configured(tmp_path, "titan.model.flavor=debugmodel_flex_attn", "shape.heads=8")
     with pytest.raises(ConfigError) as caught:
         refuse_other_shape(job_config(train.titan_of(config)), job.shape_of(config))

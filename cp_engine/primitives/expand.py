@@ -17,9 +17,10 @@ from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout
 from cp_engine.operation import Moving, Operation, Saved, Sketch, Sketches
 from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
-from cp_engine.redistribute import Target, Values
+from cp_engine.redistribute import Target
 from cp_engine.shape import BYTES, counts
 from cp_engine.transfer import Transfer
+from cp_engine.values import Values
 
 
 @dataclass(frozen=True, kw_only=True)
