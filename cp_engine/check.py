@@ -15,7 +15,7 @@ from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
 from cp_engine.plan import Plan, PlannedStep, Refused, State, Step
 from cp_engine.primitives import Order
-from cp_engine.shape import LATENT, MADE, NEEDS, SHARED, Shape, part_of
+from cp_engine.shape import LATENT, MADE, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,11 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     sequence = composition.layout.spread(mesh, shape.sequence, mask)
     entry = Layout(sequence, (whole(part.heads),) * mesh.degree)
     state = State(mesh=mesh, shape=part, mask=mask, layouts=dict.fromkeys(inputs, entry))
-    planned = []
+    planned, losses = [], set[str]()
     for step in composition.steps:
         before = state
         try:
+            _require_new(step, state, losses)
             state, transfers = step.infer(state)
             if "out" in state.layouts and "out" not in before.layouts:
                 one_copy(state.layouts["out"], part)
@@ -102,6 +103,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         )
     if state.layouts["out"] != entry:
         raise CoverageError([_not_returned(state, entry, composition)], _source(composition))
+    _require_gradients(composition)
     return Plan(
         name=composition.name,
         mesh=mesh,
@@ -119,6 +121,31 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     )
 
 
+def _require_new(step: Step, state: State, losses: set[str]) -> None:
+    """Nothing is made twice: the first one would be lost, and its gradient with it."""
+    again = [name for name in (*step.makes, *step.losses) if name in (*state.layouts, *losses)]
+    if again:
+        raise Refused(
+            f"makes {', '.join(again)} once more", rule="a composition attends once, and each loss is made once"
+        )
+    losses |= set(step.losses)
+
+
+def _require_gradients(composition: Composition) -> None:
+    """Whatever is moved gets a gradient that can go back; raises LayoutError."""
+    problems = []
+    for i, step in enumerate(composition.steps):
+        after = composition.steps[i + 1 :]
+        for tensor in getattr(step, "tensors", ()):
+            given = any(tensor in (s.consumes if s.differentiates is None else s.differentiates) for s in after)
+            if tensor not in ("out", *WITHOUT_GRADIENT) and not given:
+                what = f"moves {tensor}, and no later step gives a gradient of it"
+                rule = ("rule", "a tensor is moved for a step that computes with it")
+                problems.append(Problem(key=f"cp.steps.{step.name}.tensors", what=what, details=(rule,)))
+    if problems:
+        raise LayoutError(problems, _source(composition))
+
+
 def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shape) -> None:
     """The call has the tensors that the steps begin with, and head groups are equal; raises LayoutError."""
     problems = []
@@ -132,11 +159,12 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
             what = f"is {getattr(shape, field)}, and {_maker(composition, tensor)} begins with {tensor}"
             problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", RULES[tensor in LATENT]),)))
     attends = [s for s in composition.steps if "out" in s.makes]
-    if shape.topk > 0 and attends and not any("topk" in s.uses for s in attends):
+    dense = [s for s in attends if "topk" not in s.uses]
+    if shape.topk > 0 and dense:
         what = f"attends to every visible key, and the model selects {shape.topk} of them for each query"
         rule = ("rule", "a model with an indexer is trained with the attention that it selects for")
         tries = ("a composition with lightning_indexer and sparse_attention", "a model without an indexer")
-        problems.append(Problem(key=f"cp.steps.{attends[0].name}", what=what, details=(rule,), tries=tries))
+        problems.append(Problem(key=f"cp.steps.{dense[0].name}", what=what, details=(rule,), tries=tries))
     n = composition.pipeline
     if n > 1 and (shape.heads % n or shape.kv_heads % n or shared):
         common = gcd(shape.heads, shape.kv_heads)

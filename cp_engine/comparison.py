@@ -90,7 +90,8 @@ def compare(stock: Path, composition: Path) -> Comparison:
         gradient_errors=_errors(ours["gradients"], theirs["gradients"], _relative, apart),
         expert_errors=_errors(ours["experts"], theirs["experts"], _absolute, {}),
         selection_errors=tuple(
-            (name, *_selected_apart(theirs["selections"][name], part)) for name, part in ours["selections"].items()
+            (name, *_selected_apart(theirs["selections"].get(name), ours["selections"].get(name)))
+            for name in {**theirs["selections"], **ours["selections"]}
         ),
     )
 
@@ -130,11 +131,13 @@ def _errors(
     return tuple(sorted(rows, key=lambda row: (-row[1], row[0])))
 
 
-def _selected_apart(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> tuple[int, int, float]:
-    """Keys that one of two runs selects alone, all selected keys, and how far from the cut the score of such a key is, at most.
+def _selected_apart(theirs: Mapping[str, Tensor] | None, ours: Mapping[str, Tensor] | None) -> tuple[int, int, float]:
+    """Keys that one of two runs selects alone, the keys that the first selects, and how far from the cut such a key's score is, at most.
 
     A run may hold some rows of the batch alone, and in another order: a row is known again by what its indexer weighs heads with.
     """
+    if theirs is None or ours is None:  # a module that selects in one run alone
+        return 0, 0, float("inf")
     size, apart, total, worst = ours["topk"].shape[2], 0, 0, 0.0
     for topk, weights in zip(ours["topk"][:, 0], ours["w_index"], strict=True):
         row = int((theirs["w_index"] - weights).abs().flatten(1).sum(1).argmin())
@@ -143,11 +146,14 @@ def _selected_apart(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) ->
             torch.zeros(size, size + 1, dtype=torch.bool).scatter_(1, x.long() % (size + 1), True)[:, :size]
             for x in (theirs["topk"][row, 0], topk)
         )
-        for t in (chosen != other).any(1).nonzero().flatten().tolist():
+        differs = chosen != other
+        if not torch.equal(chosen.sum(1), other.sum(1)):
+            worst = float("inf")  # a query attends to more keys in one run than in the other
+        for t in differs.any(1).nonzero().flatten().tolist():
             scores = w[t] @ (q[t].view(w.shape[1], -1) @ k.T).relu()
-            cut = scores[chosen[t]].min()
-            worst = max(worst, float((scores[chosen[t] != other[t]] - cut).abs().max()))
-        apart, total = apart + int((chosen & ~other).sum()), total + int(chosen.sum())
+            distances = (scores[differs[t]] - scores[chosen[t]].min()).abs() if chosen[t].any() else scores[differs[t]]
+            worst = max(worst, float(distances.nan_to_num(nan=torch.inf).max()))
+        apart, total = apart + int(differs.sum()), total + int(chosen.sum())
     return apart, total, worst
 
 

@@ -122,6 +122,8 @@ class Step(ABC):
     """Likewise, and they stay."""
     makes: ClassVar[tuple[str, ...]] = ()
     """Tensors that there are from it on."""
+    differentiates: ClassVar[tuple[str, ...] | None] = None
+    """Tensors whose gradients it gives; None: those that it consumes."""
     losses: ClassVar[tuple[str, ...]] = ()
     """Numbers that it makes beside them: each rank's share of a sum over queries."""
     name: str

@@ -87,6 +87,18 @@ class PlannedAttention:
         found = programs[0].results({**_each(tensors), **_each(parameters)}, scale, memo)
         return Result(found["out"][0], memo, {name: found[name][0] for name in self.plan.losses})
 
+    def made(self, name: str, call: Call) -> Tensor:
+        """A tensor that a step makes on the way, under the masks of the call; raises CallError as `attend` does."""
+        self._require_planned(call)
+        programs = self._programs(call)
+        scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
+        rows = [slice(i, i + 1) for i in range(len(programs))] if len(programs) > 1 else [slice(None)]
+        found = [
+            program.made(name, {**{n: [x[r]] for n, x in call.tensors.items()}, **_each(call.parameters)}, scale)[0]
+            for program, r in zip(programs, rows, strict=True)
+        ]
+        return torch.cat(found)
+
     def attend_compiled(self, call: Call) -> Tensor:
         """The same while torch.compile traces: one operator of the graph, which checks the call when the graph is made."""
         scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
@@ -232,6 +244,8 @@ def _each(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 
 def _print(x: Tensor, dim: int) -> Tensor:
     """A digest of [B, heads, S, width] that knows where numbers are: torch's own is the same for the same numbers in another order."""
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.int64)
     lines = torch.hash_tensor(x, dim).flatten().view(torch.int64)
     places = torch.arange(1, 2 * lines.numel(), 2, device=x.device)
     return (lines * places).sum()

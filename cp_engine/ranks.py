@@ -23,7 +23,9 @@ Config = dict[str, object]
 
 NAMES = ("SpawnProcess", "ForkServerProcess")
 """How Python calls the processes that it starts."""
-SET_BY_AGENT = re.compile("(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|TORCH_NCCL_|NCCL_)|(RANK|WORLD_SIZE)$")
+SET_BY_AGENT = re.compile(
+    "((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCH_NCCL_ASYNC_ERROR_HANDLING|TORCHELASTIC_.*)$"
+)
 """What torch's agent puts into the environment of a rank."""
 LOG_LINES = 15
 """How many lines of a failed rank's log the error shows."""
@@ -75,12 +77,17 @@ class Deaths:
     def _look(self) -> None:
         if len(self._processes) < self.ranks:
             children = [child for child in multiprocessing.active_children() if child.name.startswith(NAMES)]
-            self._processes = sorted(children, key=lambda child: int(child.name.rpartition("-")[2]))  # started in order
+            self._processes = sorted(children, key=_number)
             return
         for rank, process in enumerate(self._processes):
             # not its exit code: of a forked rank the first reader takes it, and that has to be the agent
             if rank not in self._seen and wait([process.sentinel], 0):
                 self._seen[rank] = time.time()
+
+
+def _number(child: BaseProcess) -> int:
+    """In which order children were started: of `SpawnProcess-2` or `ForkServerProcess-1:2` the 2."""
+    return int(child.name.rpartition("-")[2].rpartition(":")[2])
 
 
 def section(config: Mapping[str, object], name: str) -> Config:

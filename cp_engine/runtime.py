@@ -150,10 +150,19 @@ class ContextParallel:
         return self._attention.attend(call, passed)
 
     def made(self, name: str, call: Call) -> Tensor:
-        """A tensor that a step of the composition makes on the way, such as `topk`; every rank of the plan calls it."""
-        given = {n: [x] for n, x in (*call.tensors.items(), *call.parameters.items())}
-        scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
-        return self._attention.program.made(name, given, scale)[0]
+        """A tensor that a step of the composition makes on the way, such as `topk`; every rank of the plan calls it.
+
+        Args:
+            name: in what a step of the plan `makes`.
+            call: what the module was called with.
+
+        Returns:
+            [B, ...], in the layout after that step.
+
+        Raises:
+            CallError: the call differs from what the plan was proved for.
+        """
+        return self._attention.made(name, call)
 
     def attend_compiled(self, call: Call) -> Tensor:
         """The same while torch.compile traces the model."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cp_engine.index_set import IndexSet
 from cp_engine.kernels import sparse
+from cp_engine.kernels.operands import without_autocast
 from cp_engine.operation import Moving, Saved, Sketch, Sketches
 from cp_engine.redistribute import Redistribution
 from cp_engine.shape import INDEX
@@ -33,9 +34,10 @@ class SelectOperation:
     def forward(self, values: Values, scale: float) -> Moving:
         yield from ()
         given = _index(values)
-        values["topk"] = [
-            sparse.select(index, sight, self._count) for index, sight in zip(given, self._sights, strict=True)
-        ]
+        with without_autocast(given[0].q):
+            values["topk"] = [
+                sparse.select(index, sight, self._count) for index, sight in zip(given, self._sights, strict=True)
+            ]
         return () if self._is_learned else _flat(given)
 
     def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
@@ -66,7 +68,8 @@ class SparseOperation:
     def forward(self, values: Values, scale: float) -> Moving:
         yield from ()
         given = _given(values)
-        results = [sparse.attend(x, sight, scale) for x, sight in zip(given, self._sights, strict=True)]
+        with without_autocast(given[0].q):
+            results = [sparse.attend(x, sight, scale) for x, sight in zip(given, self._sights, strict=True)]
         values["out"], values["lse"] = [out for out, _ in results], [lse for _, lse in results]
         return (*_flat(given), *values["out"], *values["lse"])
 
@@ -74,10 +77,12 @@ class SparseOperation:
         yield from ()
         n = len(self._sights)
         parts = [saved[i * n : (i + 1) * n] for i in range(6)]
-        found = [
-            sparse.attend_backward(dout, sparse.Given(q, latent, rope, topk), out, lse, sight, scale)
-            for dout, q, latent, rope, topk, out, lse, sight in zip(grads.pop("out"), *parts, self._sights, strict=True)
-        ]
+        rows = zip(grads.pop("out"), *parts, self._sights, strict=True)
+        with without_autocast(saved[0]):
+            found = [
+                sparse.attend_backward(dout, sparse.Given(q, latent, rope, topk), out, lse, sight, scale)
+                for dout, q, latent, rope, topk, out, lse, sight in rows
+            ]
         for i, name in enumerate(("q", "kv_latent", "k_rope")):
             grads[name] = [x[i] for x in found]
         return ()
@@ -102,6 +107,9 @@ class LearnOperation:
     ) -> None:
         self._attention, self._indexer, self._exchange = tuple(attention), tuple(indexer), exchange
         self._selected = tuple(selected)
+        # then attention can be made again chunk by chunk of the indexer; else it is brought to it key by key
+        pairs = zip(self._attention, self._indexer, strict=True)
+        self._holds_the_same = all((a.queries, a.keys) == (b.queries, b.keys) for a, b in pairs)
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
         wide = sparse.wide_of(sketches["q"][0].dtype)
@@ -112,29 +120,36 @@ class LearnOperation:
     def forward(self, values: Values, scale: float) -> Moving:
         yield from ()
         given, index = _given(values), _index(values)
+        with without_autocast(given[0].q):
+            learned = self._learned(given, index, values["lse"], scale)
+        values["indexer_loss"] = [loss for loss, _ in learned]
+        return _flat([gradients for _, gradients in learned])
+
+    def _learned(
+        self, given: list[sparse.Given], index: list[sparse.Index], lse: list[Tensor], scale: float
+    ) -> list[tuple[Tensor, sparse.Index]]:
         attended = [
-            sparse.Attended(x.q, x.keys(sight), lse, scale)
-            for x, sight, lse in zip(given, self._attention, values["lse"], strict=True)
+            sparse.Attended(x.q, x.keys(sight), statistics, scale)
+            for x, sight, statistics in zip(given, self._attention, lse, strict=True)
         ]
-        sources: Sequence[sparse.Attended | Tensor] = attended
         topk = [x.topk for x in given]
+        sources: Sequence[sparse.Attended | Tensor] = attended
+        if self._exchange is not None or not self._holds_the_same:
+            sources = [sparse.shares(*x) for x in zip(attended, topk, self._attention, strict=True)]
         if self._exchange is not None:
-            shares = [sparse.shares(*x) for x in zip(attended, topk, self._attention, strict=True)]
-            sources = self._exchange.start({"target": shares})()["target"]
+            sources = self._exchange.start({"target": [x for x in sources if isinstance(x, Tensor)]})()["target"]
             topk = [
                 x.index_select(2, rows_of(sight.queries, held).to(x.device))
                 for x, sight, held in zip(topk, self._indexer, self._selected, strict=True)
             ]
-        learned = [sparse.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
-        values["indexer_loss"] = [loss for loss, _ in learned]
-        return _flat([gradients for _, gradients in learned])
+        return [sparse.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
 
     def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
         yield from ()
         n, upstream = len(self._indexer), grads.pop("indexer_loss")
         for i, name in enumerate(INDEX):
             parts = saved[i * n : (i + 1) * n]
-            grads[name] = [x * g.to(x.dtype) for x, g in zip(parts, upstream, strict=True)]
+            grads[name] = [(x.to(g.dtype) * g).to(x.dtype) for x, g in zip(parts, upstream, strict=True)]
         return ()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class SparseAttention(nn.Module):
     """Causal attention of each query to the keys that an indexer selects for it, in absorbed form.
 
     Args:
-        topk: keys of a query.
+        topk: keys of a query, at least 1.
         is_dense: every visible key is selected, whatever `topk` says: the indexer learns from dense attention.
     """
 
@@ -90,20 +91,51 @@ def read_sparse(module: nn.Module, args: Sequence[object], named: Mapping[str, o
         for n, x in given.items()
         if n not in (*TENSORS, "scale")
     ]
-    if not isinstance(scale, float):
-        problems.append(Problem(key="call.scale", what=f"must be a float, not {short(scale)}"))
+    if not isinstance(scale, float | int) or isinstance(scale, bool) or not isfinite(scale):
+        problems.append(Problem(key="call.scale", what=f"must be a finite number, not {short(scale)}"))
+    if len(args) > len(TENSORS):
+        what = f"the attention call carries {len(args)} positional arguments, and its tensors are {len(TENSORS)}"
+        problems.append(Problem(key="call", what=what))
+    problems = problems or _size_problems(found)
     if problems:
         raise CallError(problems)
-    assert isinstance(scale, float)
+    assert isinstance(scale, float | int)
     length = found["q"].shape[2]
     for name in ("q_index", "w_index"):
         found[name] = found[name].transpose(1, 2).reshape(found[name].shape[0], 1, length, -1)
     return Call(
         tensors=found,
-        scale=scale,
+        scale=float(scale),
         topk=torch.iinfo(torch.int32).max if module.is_dense else module.topk,
         finish=lambda out, losses: (out, losses["indexer_loss"]),
     )
+
+
+def _size_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
+    """Where the tensors of a call do not fit each other."""
+    q, heads, index_heads = tensors["q"], tensors["q"].shape[1], tensors["q_index"].shape[1]
+    latent, rope, width = tensors["kv_latent"].shape[-1], tensors["k_rope"].shape[-1], tensors["q_index"].shape[-1]
+    sizes = {
+        "q": (heads, latent + rope),
+        "kv_latent": (1, latent),
+        "k_rope": (1, rope),
+        "q_index": (index_heads, width),
+        "k_index": (1, width),
+        "w_index": (index_heads, 1),
+    }
+    wanted = {n: (q.shape[0], h, q.shape[2], w) for n, (h, w) in sizes.items()}
+    problems = [
+        Problem(key=f"call.{n}", what=f"is {list(x.shape)}, and beside the others it has to be {list(wanted[n])}")
+        for n, x in tensors.items()
+        if tuple(x.shape) != wanted[n]
+    ]
+    if not q.numel():
+        problems.append(Problem(key="call.q", what=f"is {list(q.shape)}, and has nothing in it"))
+    return problems + [
+        Problem(key=f"call.{n}", what=f"is {x.dtype}, and q is {q.dtype}")
+        for n, x in tensors.items()
+        if x.dtype != q.dtype or not x.dtype.is_floating_point
+    ]
 
 
 def shape_of(call: Call) -> Shape:

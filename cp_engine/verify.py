@@ -89,12 +89,18 @@ def inputs_of(plan: Plan, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     return {name: made[name] for name in (*plan.inputs, *plan.parameters)}, dout
 
 
-def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[str, object]) -> list[Row]:
+def selecting(plan: Plan) -> tuple[IndexSet, ...]:
+    """Per rank, the queries for which it selects keys, in the order of `topk` as the selecting step leaves it."""
+    step = next(s for s in plan.steps if "topk" in s.step.makes)
+    return step.layout_after("topk").sequence
+
+
+def compare(attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str, object]) -> list[Row]:
     """Runs an attention and the reference on the same inputs.
 
     Args:
         attend: what is tested.
-        held: the positions of its local ranks, in the order in which it returns them.
+        ranks: its local ranks, in the order in which it returns their tokens.
         plan: of what is tested; computed in float64 whatever dtype it names.
         mask: what queries may see, as configuration.
 
@@ -104,9 +110,10 @@ def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[
     shape = plan.shape
     tensors, dout = inputs_of(plan)
     seen, scale = reference.visible(mask, shape.sequence), shape.head_dim**-0.5
-    expected = reference.gradients_of(tensors, dout, seen, scale, shape.topk, DLOSS)
+    expected = reference.gradients_of(tensors, dout, seen, scale, shape.topk, DLOSS if plan.losses else 0.0)
+    expected = {n: x for n, x in expected.items() if n != "indexer_loss" or n in plan.losses}
     found = attend(tensors, dout)
-    positions = torch.tensor([p for s in held for p in s], dtype=torch.long)
+    positions = torch.tensor([p for r in ranks for p in plan.entry.sequence[r]], dtype=torch.long)
     rows = []
     for name, whole in expected.items():
         wanted = whole if name[1:] in plan.parameters or name in plan.losses else whole[:, :, positions]
@@ -118,7 +125,8 @@ def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[
             error /= max(1.0, float(wanted))
         rows.append(Row(name=name, error=error, bound=BOUND, is_good=error <= BOUND))
     if "topk" in found:
-        chosen = reference.selection(tensors, seen, shape.topk)[:, positions]
+        selected = torch.tensor([p for r in ranks for p in selecting(plan)[r]], dtype=torch.long)
+        chosen = reference.selection(tensors, seen, shape.topk)[:, selected]
         mine = torch.zeros(*chosen.shape[:2], shape.sequence + 1, dtype=torch.bool)
         mine.scatter_(2, found["topk"][:, 0].long() % (shape.sequence + 1), True)  # -1 is the last one
         others = float((mine[..., :-1] != chosen).sum())
@@ -127,7 +135,7 @@ def compare(attend: Attend, held: Sequence[IndexSet], plan: Plan, mask: Mapping[
         for name in plan.inputs:
             if name[0] != "q":
                 tensors[name][:, :, 0] += 1.0
-        if plan.losses and not reference.selection(tensors, seen, shape.topk)[:, -1, 0].all():
+        if "topk" in found and not reference.selection(tensors, seen, shape.topk)[:, -1, 0].all():
             return rows  # the last query does not attend to token 0
         last = (positions == shape.sequence - 1).nonzero().flatten()
         change = (attend(tensors, dout)["out"][:, :, last] - found["out"][:, :, last]).abs()
@@ -170,7 +178,7 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") 
             found["topk"] = torch.cat(program.made("topk", given, scale), 2)
         return {n: x.cpu() for n, x in found.items()}
 
-    return compare(attend, held, plan, mask)
+    return compare(attend, range(plan.degree), plan, mask)
 
 
 def check_length(plan: Plan) -> None:

@@ -11,7 +11,7 @@ from statistics import mean
 import pytest
 import torch
 
-from cp_engine import verify_training
+from cp_engine import memory, verify_training
 from cp_engine.comparison import SELECTION_BOUND, compare
 from cp_engine.lower import Program
 from cp_engine.redistribute import Target
@@ -93,9 +93,16 @@ def test_a_selection_that_no_rounding_explains_is_found(tmp_path: Path) -> None:
         written = torch.load(folders[-1] / "record0.pt", weights_only=True)
         torch.save({**written, "selections": {"layer": {"topk": topk, **index}}}, folders[-1] / "record0.pt")
     comparison = compare(*folders)
-    assert comparison.selection_errors == (("layer", 1, 7, 1.0),)
+    assert comparison.selection_errors == (("layer", 2, 7, 1.0),)
     assert not comparison.is_within_bounds
     assert compare(folders[0], folders[0]).is_within_bounds
+    fewer = first.clone()
+    fewer[0, 0, 3, 1] = -1
+    written = torch.load(folders[1] / "record0.pt", weights_only=True)
+    torch.save({**written, "selections": {"layer": {"topk": fewer, **index}}}, folders[1] / "record0.pt")
+    assert not compare(*folders).is_within_bounds  # the last selected key left out: at the cut, and yet no rounding
+    torch.save({**written, "selections": {}}, folders[1] / "record0.pt")
+    assert not compare(*folders).is_within_bounds
 
 
 def test_the_dense_stage_trains_the_indexer_alone(tmp_path: Path) -> None:
@@ -125,7 +132,11 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
             outs = [*results["out"], *results["indexer_loss"]]
             torch.autograd.grad(outs, list(tensors.values()), [dout, torch.ones(())])
         peaks.append(most_held(profiled))
-        print(f"S {sequence}: {peaks[-1] / 2**20:,.0f} MiB")
+        planned = memory.peak(plan)
+        print(
+            f"S {sequence}: {peaks[-1] / 2**20:,.0f} MiB, planned {max(planned.forward, planned.backward) / 2**20:,.0f}"
+        )
+        assert peaks[-1] == pytest.approx(max(planned.forward, planned.backward), rel=0.1)
         del results, outs, tensors
     assert peaks[1] - peaks[0] == pytest.approx((peaks[2] - peaks[1]) / 2, rel=0.05)
     assert peaks[2] < 4.1 * peaks[0]

@@ -127,7 +127,7 @@ def check_preset(
             dist.all_reduce(found[f"d{name}"], group=mesh.get_group())
         return {"out": out.detach(), **found}
 
-    rows = verify.compare(attend, [plan.entry.sequence[engine.rank]], plan, mask)
+    rows = verify.compare(attend, [engine.rank], plan, mask)
     bad = [(r.name, r.error) for r in rows if not r.is_good and r.name != "influence"]
     holds_last = shape.sequence - 1 in set(plan.entry.sequence[engine.rank])
     bad += [("influence", r.error) for r in rows if r.name == "influence" and holds_last and not r.is_good]

@@ -69,6 +69,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     return [
         *problems,
         *_latent_problems(config),
+        *_indexer_problems(config),
         *_compile_problems(config),
         *_expert_problems(config),
         *_check_resume(config),
@@ -83,6 +84,18 @@ def _latent_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     if degree > 1 and "kv_up" in parameters:
         what = f"is {degree}, and the composition expands k and v with a matrix that tensor parallelism would cut"
         yield Problem(key=key, what=what, tries=(f"{key}=1",))
+
+
+def _indexer_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """An indexer that nothing teaches would select by chance."""
+    cp = config["cp"]
+    assert isinstance(cp, Mapping)
+    steps = read(cp, None).steps
+    selects = [s for s in steps if "topk" in s.makes]
+    if selects and not any(s.losses for s in steps):
+        rule = ("rule", "an indexer learns from its loss alone")
+        tries = ("+attention@cp.steps.learn=indexer_loss", "'cp.order=[...,learn]'")
+        yield Problem(key="cp.order", what="no step makes the loss of the indexer", details=(rule,), tries=tries)
 
 
 def _compile_problems(config: Mapping[str, object]) -> Iterator[Problem]:

@@ -41,6 +41,9 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
             # torchtitan 0.2.2 does not divide the gradients of a pipeline by the tokens; alike here, so that clipping sees one scale
             part.weight = weight if self.parallel_dims.pp_enabled else weight / global_valid_tokens
             part.take()
+        if self.parallel_dims.pp_enabled and self._counted_in == -1:
+            for part in self.model_parts:
+                _forget_first_forward(part)
         loss: Tensor = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
@@ -64,6 +67,20 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
         if self.parallel_dims.pp_enabled:
             dist.all_reduce(total, group=self.parallel_dims.get_mesh("pp").get_group())
         return float(total) / int(self.model_args.n_layers)
+
+
+def _forget_first_forward(part: nn.Module) -> None:
+    """Start the sum of step 1 at a pipeline stage's second forward: the first one only learns shapes, from memory that nobody wrote."""
+    calls = []
+
+    def before(*_: object) -> None:
+        calls.append(part)
+        if len(calls) == 2:
+            for losses in indexed([part]):
+                losses.take()
+            handle.remove()
+
+    handle = part.register_forward_pre_hook(before)
 
 
 def indexed(parts: list[nn.Module]) -> list[Collected]:

@@ -19,6 +19,7 @@ from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_o
 from cp_engine.integrations.torchtitan_validation import Batch
 from cp_engine.shape import INDEX
 from cp_engine.sparse_attention import SparseAttention, alone, read_sparse, shape_of
+from cp_engine.verify import selecting
 
 WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
 """Activation checkpointing and compile rename parameters."""
@@ -115,12 +116,16 @@ class CompositionRecorder(StockRecorder, CompositionTrainer):
 
     def selection(self, call: Call) -> dict[str, Tensor]:
         """As that of one process; every rank of the composition takes part."""
-        topk = self.cp.made("topk", call).to(torch.float64)  # positions are exact in it
-        parts = {"topk": topk, **{n: call.tensors[n] for n in INDEX}}
-        return {
-            n: self.cp.unshard(x.contiguous(), dim=2).to(torch.int32 if n == "topk" else x.dtype)
-            for n, x in parts.items()
-        }
+        plan, mine = self.cp.plan, self.cp.made("topk", call)
+        everyone: list[Tensor] = [mine]
+        if plan.degree > 1:
+            everyone = [mine] * plan.degree
+            dist.all_gather_object(everyone, mine, group=self.parallel_dims.get_mesh("cp").get_group())
+        topk = mine.new_full((mine.shape[0], 1, plan.shape.sequence, mine.shape[3]), -1)
+        for positions, part in zip(selecting(plan), everyone, strict=True):
+            topk[:, :, list(positions)] = part
+        whole = {n: self.cp.unshard(call.tensors[n].contiguous(), dim=2) for n in INDEX}
+        return {"topk": topk, **whole}
 
 
 def _without_masks(

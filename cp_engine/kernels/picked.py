@@ -1,6 +1,6 @@
 """Picked: the keys that some queries selected, as columns of all visible keys or copied side by side, with the products of attention."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -90,9 +90,25 @@ def picked(topk: Tensor, sight: Sight, width: int) -> Iterator[tuple[int, Chunk,
     """
     local, count = sight.places(topk), topk.shape[3]
     rows = max(1, min(SELECTING_ROWS, GATHERED_ELEMENTS // max(1, count * width)))
-    for chunk in sight.chunks(SELECTING_ROWS, rows, SPARSE_FROM * count):
+    for chunk in seen_by(topk, sight.chunks(SELECTING_ROWS, rows, SPARSE_FROM * count)):
         for b in range(topk.shape[0]):
             yield b, chunk, Picked(local[b, 0, chunk.rows], chunk)
+
+
+def seen_by(x: Tensor, chunks: Iterable[Chunk]) -> Iterable[Chunk]:
+    """The chunks to compute; of tensors without data, which are asked for sizes alone, the largest of each kind."""
+    if not x.is_meta:
+        return chunks
+    largest: dict[bool, Chunk] = {}
+    for chunk in chunks:
+        before = largest.setdefault(chunk.is_dense, chunk)
+        if _pairs(chunk) > _pairs(before):
+            largest[chunk.is_dense] = chunk
+    return largest.values()
+
+
+def _pairs(chunk: Chunk) -> int:
+    return int(chunk.rows.stop - chunk.rows.start) * int(chunk.keys.stop - chunk.keys.start)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:

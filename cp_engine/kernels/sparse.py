@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_engine.kernels.picked import SELECTING_ROWS, Picked, picked, product, wide, wide_of
+from cp_engine.kernels.picked import SELECTING_ROWS, Picked, picked, product, seen_by, wide, wide_of
 from cp_engine.sight import Chunk, Sight
 
 
@@ -47,7 +47,7 @@ def select(index: Index, sight: Sight, count: int) -> Tensor:
     """
     (batch, _, rows, _), device = index.q.shape, index.q.device
     out = torch.full((batch, 1, rows, count), -1, dtype=torch.int32, device=device)
-    for chunk in sight.chunks(SELECTING_ROWS):
+    for chunk in seen_by(index.q, sight.chunks(SELECTING_ROWS)):
         seen, places = sight.visible(chunk, device), sight.key_positions(chunk, device)
         for b in range(batch):
             q, w = _heads(index, b, chunk)

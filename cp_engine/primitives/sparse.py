@@ -20,7 +20,7 @@ from cp_engine.operation import Operation
 from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
 from cp_engine.primitives.coverage import require_coverage, together
 from cp_engine.redistribute import Redistribution, Target
-from cp_engine.shape import counts
+from cp_engine.shape import INDEX, counts
 from cp_engine.sight import Sight, seen_keys
 from cp_engine.sparse import LearnOperation, SelectOperation, SparseOperation
 from cp_engine.transfer import Table, Transfer
@@ -31,12 +31,14 @@ class LightningIndexer(Step):
     """Selects the keys of each query: q_index, k_index, w_index -> topk."""
 
     kind = "lightning_indexer"
-    uses = ("q_index", "k_index", "w_index")
+    uses = INDEX
     makes = ("topk",)
+    differentiates = INDEX  # with zeros where nothing learns
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         q, k = state.layout("q_index"), state.layout("k_index")
         together(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        _require_key(state, "q_index", "k_index")
         require_coverage(state, q, k, ("k_index",), "a key that the indexer does not see cannot be selected")
         return replace(state, layouts={**state.layouts, "topk": q}), ()
 
@@ -59,6 +61,7 @@ class Sparse(Step):
     kind = "sparse_attention"
     uses = ("q", "kv_latent", "k_rope", "topk")
     makes = ("out", "lse")
+    differentiates = ("q", "kv_latent", "k_rope")
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         _require_absorbed(state)
@@ -70,25 +73,8 @@ class Sparse(Step):
             )
         q, latent, _, topk = (state.layout(t) for t in self.uses)
         together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
-        if any(h.count and not k.count for h, k in zip(q.heads, latent.heads, strict=True)):
-            raise Refused(
-                "a rank with query heads has no latent",
-                rule="the latent has one head, which every rank with query heads holds whole",
-                kind=CoverageError,
-                shows=("q", "kv_latent", "k_rope"),
-            )
-        for rank in range(state.mesh.degree):
-            has_queries = q.heads[rank].count and q.sequence[rank].count
-            if has_queries and (topk.sequence[rank] != q.sequence[rank] or not topk.heads[rank].count):
-                raise Refused(
-                    f"the selection at {state.mesh.coordinate(rank)} is for queries {topk.sequence[rank]}, "
-                    f"and q holds {q.sequence[rank]}",
-                    rule="every query has its selected keys on its rank",
-                    tries=_gathering(state, topk, "topk"),
-                    kind=CoverageError,
-                    rank=rank,
-                    shows=("q", "topk"),
-                )
+        _require_key(state, "q", "kv_latent")
+        _require_selection(state, q, topk)
         require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
         history = {**state.history, "out": state.history.get("q", ())}
         return replace(state, layouts={**state.layouts, "out": q, "lse": q}, history=history), ()
@@ -120,7 +106,8 @@ class IndexerLoss(Step):
     """
 
     kind = "indexer_loss"
-    uses = ("q_index", "k_index", "w_index", "q", "kv_latent", "k_rope", "topk", "lse")
+    uses = (*INDEX, "q", "kv_latent", "k_rope", "topk", "lse")
+    differentiates = INDEX
     losses = ("indexer_loss",)
     sum: tuple[str, ...] = field(default=(), metadata={"is_axes": True})
 
@@ -133,10 +120,26 @@ class IndexerLoss(Step):
             raise Refused(
                 "no sparse attention before it", rule="the indexer learns from the attention to the keys it selected"
             )
-        q, q_index, k_index = (state.layout(t) for t in ("q", "q_index", "k_index"))
+        q, q_index, k_index, latent, topk = (state.layout(t) for t in ("q", "q_index", "k_index", "kv_latent", "topk"))
         together(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        together(state, ("q", "lse"), "the attention of a query is made again from its lse")
+        together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
+        _require_key(state, "q_index", "k_index")
+        _require_key(state, "q", "kv_latent")
+        require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
         self._require_all_heads(state, q)
         self._require_same_queries(state, q, q_index)
+        _require_selection(state, q, topk)
+        for rank, (held, own) in enumerate(zip(topk.sequence, q_index.sequence, strict=True)):
+            there = topk.heads[rank].count and held.count_common(own) == own.count
+            if q_index.heads[rank].count and own.count and not there:
+                raise Refused(
+                    f"the selection at {state.mesh.coordinate(rank)} is for queries {held}, and the indexer's are {own}",
+                    rule="the indexer learns for the queries that it selected for",
+                    kind=CoverageError,
+                    rank=rank,
+                    shows=("q_index", "topk"),
+                )
         require_coverage(state, q_index, k_index, ("k_index",), "a key that can be selected is on the query's rank")
         _require_once(state, q_index)
         if not self.sum:
@@ -191,7 +194,15 @@ class IndexerLoss(Step):
                 )
 
     def _require_same_queries(self, state: State, q: Layout, q_index: Layout) -> None:
-        wanted = joined(state.mesh, q_index.sequence, self.sum) if self.sum else q_index.sequence
+        try:
+            wanted = joined(state.mesh, q_index.sequence, self.sum) if self.sum else q_index.sequence
+        except ValueError as error:
+            raise Refused(
+                f"the indexer's queries are on several ranks along {', '.join(self.sum)}: {error}",
+                rule="each query's loss is counted on one rank",
+                kind=CoverageError,
+                shows=("q", "q_index"),
+            ) from None
         for rank, (a, b) in enumerate(zip(q.sequence, wanted, strict=True)):
             if a != b:
                 raise Refused(
@@ -219,6 +230,36 @@ def _require_absorbed(state: State) -> None:
             rule="in absorbed form q is as wide as the latent with the rotary key, and out as wide as the latent",
             tries=(f"shape.head_dim={sizes[0]} shape.v_head_dim={sizes[1]}",),
         )
+
+
+def _require_key(state: State, queries: str, keys: str) -> None:
+    """A rank with queries has the keys' one head."""
+    q, k = state.layout(queries), state.layout(keys)
+    for rank, (here, there) in enumerate(zip(q.heads, k.heads, strict=True)):
+        if here.count and not there.count:
+            raise Refused(
+                f"{queries} at {state.mesh.coordinate(rank)} has no {keys} beside it",
+                rule=f"{keys} has one head, which every rank with queries holds whole",
+                kind=CoverageError,
+                rank=rank,
+                shows=(queries, keys),
+            )
+
+
+def _require_selection(state: State, q: Layout, topk: Layout) -> None:
+    """Every query has its selection on its rank, row by row."""
+    for rank in range(state.mesh.degree):
+        has_queries = q.heads[rank].count and q.sequence[rank].count
+        if has_queries and (topk.sequence[rank] != q.sequence[rank] or not topk.heads[rank].count):
+            raise Refused(
+                f"the selection at {state.mesh.coordinate(rank)} is for queries {topk.sequence[rank]}, "
+                f"and q holds {q.sequence[rank]}",
+                rule="every query has its selected keys on its rank",
+                tries=_gathering(state, topk, "topk"),
+                kind=CoverageError,
+                rank=rank,
+                shows=("q", "topk"),
+            )
 
 
 def _gathering(state: State, layout: Layout, tensor: str) -> tuple[str, ...]:
