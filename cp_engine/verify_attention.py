@@ -43,7 +43,7 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
     console = Console(width=110)
     console.print(
-        f"{plan.name}: {where} against attention written out in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
+        f"{plan.name}: {where} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
@@ -55,7 +55,7 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     console.print(table, highlight=False)
     is_good = all(row.is_good for found in rows.values() for row in found)
     console.print(
-        "\nverified" if is_good else "\nWRONG: the composition does not compute what the reference does",
+        "\nverified" if is_good else "\nWRONG: the composition does not compute dense attention",
         highlight=False,
     )
     return is_good

@@ -12,8 +12,29 @@ import pytest
 # Two test processes on two cores: more threads would only wait for each other. Before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LONGEST = (
+    "training",
+    "cli",
+    "gloo",
+    "parallel",
+    "dsa_training",
+    "reports_ranks",
+    "verify",
+    "random",
+    "precision",
+    "readme",
+    "hosts",
+)
+"""The files that take longest, in that order: one that begins last would keep the other test process waiting."""
+
 LAUNCH = Path(__file__).parents[1] / "launch.py"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the order is the same in every test process."""
+    names = [f"test_{name}" for name in LONGEST]
+    items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -105,6 +105,7 @@ def test_a_selection_that_no_rounding_explains_is_found(tmp_path: Path) -> None:
     assert not compare(*folders).is_within_bounds
 
 
+@pytest.mark.long
 def test_the_dense_stage_trains_the_indexer_alone(tmp_path: Path) -> None:
     config = configured(tmp_path / "run", "cp=dsa", "titan.model.flavor=debugmodel_warm_up", "titan.training.steps=8")
     values = trained(config)
