@@ -24,6 +24,9 @@ def compile(
     v_head_dim: int | None = None,
     latent_dim: int = 0,
     rope_dim: int = 0,
+    index_heads: int = 0,
+    index_dim: int = 0,
+    topk: int = 0,
     batch: int = 1,
     dtype: torch.dtype = torch.float32,
     mask: str | Mapping[str, object] = "causal",
@@ -43,6 +46,9 @@ def compile(
         v_head_dim: of v and out; None is `head_dim`.
         latent_dim: of the latent of multi-head latent attention, for compositions that expand it.
         rope_dim: of its shared rotary key, part of `head_dim`.
+        index_heads: of an indexer, for compositions that select keys; in absorbed form, with `kv_heads` 1.
+        index_dim: of each of them.
+        topk: keys that it selects for a query.
         batch: sequences per call, for the bytes in the plan; a call may bring any number.
         dtype: of q, k and v.
         mask: what a query may see.
@@ -70,6 +76,9 @@ def compile(
         dtype=str(dtype).removeprefix("torch."),
         latent_dim=latent_dim,
         rope_dim=rope_dim,
+        index_heads=index_heads,
+        index_dim=index_dim,
+        topk=topk,
     )
     degree = 1 if mesh is None else mesh.size()
     return ContextParallel(plan_from_config(cp, shape=shape, mask=mask, world_degree=degree), mesh, device)

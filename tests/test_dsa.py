@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import cp_engine
 from cp_engine import reference, verify
 from cp_engine.call import Call
 from cp_engine.channel import Pending
@@ -531,3 +532,23 @@ def test_a_call_whose_tensors_do_not_fit_is_refused_without_an_engine() -> None:
             attention(**{**good, name: other}, scale=1.0)
     with pytest.raises(CPError, match=r"call\.scale"):
         attention(**good, scale=float("nan"))
+
+
+def test_a_module_of_ones_own_runs_under_an_engine_that_the_library_compiles() -> None:
+    sizes = {name: getattr(SHAPE, name) for name in ("latent_dim", "rope_dim", "index_heads", "index_dim", "topk")}
+    whole = {"sequence": 64, "heads": 4, "kv_heads": 1, "head_dim": 24, "v_head_dim": 16, **sizes}
+    engine = cp_engine.compile("dsa", mesh=None, dtype=torch.float64, overrides=("cp.degree=1",), **whole)
+    tensors, _ = verify.inputs_of(engine.plan)
+    given = {n: tensors[n] for n in INDEXED}
+    given["q_index"] = given["q_index"].view(1, 64, 3, 8).transpose(1, 2)
+    given["w_index"] = given["w_index"].view(1, 64, 3, 1).transpose(1, 2)
+    attention = SparseAttention(10)
+    plain = attention(**given, scale=0.2)
+    with engine.context(attention):
+        under = attention(**given, scale=0.2)
+    assert torch.equal(plain[0], under[0]) and torch.equal(plain[1], under[1])
+    expected = reference.sparse(tensors, reference.visible(CAUSAL, 64), 0.2, 10)
+    assert float((under[0] - expected[0]).abs().max()) < BOUND and float((under[1] - expected[1]).abs()) < BOUND
+    with engine.context(attention), pytest.raises(CPError, match=r"call\.topk"):
+        attention.topk = 11
+        attention(**given, scale=0.2)

@@ -3,6 +3,7 @@
 Importing this imports torchtitan, on CPU inside `cpu_shims`.
 """
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -43,7 +44,8 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
             part.take()
         if self.parallel_dims.pp_enabled and self._counted_in == -1:
             for part in self.model_parts:
-                _forget_first_forward(part)
+                for losses in indexed([part]):
+                    at_second_forward(part, losses.take)
         loss: Tensor = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
@@ -69,15 +71,21 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
         return float(total) / int(self.model_args.n_layers)
 
 
-def _forget_first_forward(part: nn.Module) -> None:
-    """Start the sum of step 1 at a pipeline stage's second forward: the first one only learns shapes, from memory that nobody wrote."""
+def at_second_forward(part: nn.Module, forget: Callable[[], object]) -> None:
+    """Forget what a pipeline stage's first forward left, before the second one.
+
+    The first one only learns shapes: torch's pipeline gives a later stage memory that nobody wrote.
+
+    Args:
+        part: the stage.
+        forget: called once.
+    """
     calls = []
 
     def before(*_: object) -> None:
         calls.append(part)
         if len(calls) == 2:
-            for losses in indexed([part]):
-                losses.take()
+            forget()
             handle.remove()
 
     handle = part.register_forward_pre_hook(before)

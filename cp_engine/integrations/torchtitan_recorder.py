@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from torchtitan.components.validate import Validator
 from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
-from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
+from cp_engine.integrations.torchtitan_indexer import IndexerTrainer, at_second_forward
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
 from cp_engine.integrations.torchtitan_validation import Batch
 from cp_engine.shape import INDEX
@@ -91,7 +92,7 @@ class StockRecorder(IndexerTrainer):
         if attends_plainly and self.job_config.validation.enable and type(self.validator) is Validator:
             self.validator.post_dataloading_process = _without_masks
         for part in self.model_parts if self.parallel_dims.pp_enabled else ():
-            _forget_experts_of_first_forward(part)
+            at_second_forward(part, partial(_forget_experts, part))
         super().train()
         stage_ranks = dist.get_world_size() // self.parallel_dims.pp  # the stage is the major axis of torchtitan's mesh
         stage, rank = divmod(dist.get_rank(), stage_ranks)
@@ -135,22 +136,10 @@ def _without_masks(
     return input_dict["input"], labels, {name: x for name, x in input_dict.items() if name != "input"}, {}
 
 
-def _forget_experts_of_first_forward(part: nn.Module) -> None:
-    """Start the counts of step 1 at a pipeline stage's second forward.
-
-    The first one only learns shapes: torch's pipeline gives a later stage memory that nobody wrote, and torchtitan counts where
-    the router sends it. The bias that follows is another one in each run.
-    """
-    calls = []
-
-    def before(*_: object) -> None:
-        calls.append(part)
-        if len(calls) == 2:
-            for buffer in _named(part, "tokens_per_expert").values():
-                buffer.zero_()
-            handle.remove()
-
-    handle = part.register_forward_pre_hook(before)
+def _forget_experts(part: nn.Module) -> None:
+    """Start the counts of step 1 anew: torchtitan counts where the router sends tokens that do not exist, and the bias follows."""
+    for buffer in _named(part, "tokens_per_expert").values():
+        buffer.zero_()
 
 
 def _whole(gradient: Tensor) -> Tensor:
