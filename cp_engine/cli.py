@@ -1,4 +1,4 @@
-"""The command: composes a configuration with Hydra, then trains, explains or verifies it."""
+"""The command: composes a configuration with Hydra, then trains, explains, verifies or translates it."""
 
 import os
 import re
@@ -16,6 +16,7 @@ from cp_engine.keys import MODES
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from cp_engine.integrations.toml_translation import Translation
     from cp_engine.join import Group
 
 # Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
@@ -24,6 +25,7 @@ NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 TITAN_KEY = re.compile(r"titan\.([\w.]+)=")
+PLACE = re.compile(r"datasets\.[\w-]+\.\w+=")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options of Hydra that take a value."""
 # What is only printed needs no folder and no log file.
@@ -97,16 +99,19 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from cp_engine import toml_argument
     from cp_engine.compose import conf_dir
     from cp_engine.modes import run_job
 
+    translation = _translation(arguments)
+    given = prepared(toml_argument.for_hydra(arguments, translation))
     failed: list[str] = []
     started: list[Path] = []
 
     def task(composed: "DictConfig") -> None:
         started.append(Path(HydraConfig.get().runtime.output_dir))
         try:
-            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group):
+            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group, translation):
                 return
         except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
             print(error, file=sys.stderr, flush=True)
@@ -115,11 +120,11 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         assert isinstance(overrides, list)
         failed.append(" ".join(map(str, overrides)))
 
-    with _program_arguments(prepared(arguments)), _full_error():
+    with toml_argument.registered(translation), _program_arguments(given), _full_error():
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
-            raise _hydra_error(error, arguments) from error
+            raise _hydra_error(error, given) from error
         except OSError as error:
             if started:
                 raise
@@ -141,6 +146,21 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     if failed and sweep:
         print("failed jobs:", *(f"  {job}" for job in failed), sep="\n", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _translation(arguments: Sequence[str]) -> "Translation | None":
+    """What `toml=` names, translated; refuses flags of torchtitan's own program, and what a translation would not write."""
+    from hydra._internal.utils import get_args_parser
+
+    from cp_engine import toml_argument
+
+    flags = toml_argument.flag_problems(arguments)
+    if flags:
+        raise ConfigError(flags, source="the command line")
+    parsed, _ = get_args_parser().parse_known_args(_together(arguments))
+    if "mode=translate" in arguments and "translate.to=toml" not in arguments:
+        toml_argument.refuse_beside_translate(arguments)
+    return toml_argument.translation_of(arguments, parsed.config_dir)
 
 
 def prepared(arguments: Sequence[str]) -> list[str]:
@@ -171,7 +191,8 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     result = []
     for argument in _together(arguments):
         match = TITAN_KEY.match(argument)
-        result.append(f"++{argument}" if match and _is_titan_key(match.group(1)) else argument)
+        is_known = (match and _is_titan_key(match.group(1))) or PLACE.match(argument)
+        result.append(f"++{argument}" if is_known else argument)
         if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
             result += NO_FOLDER
     return result
@@ -204,13 +225,13 @@ def _remove_unused(folder: Path) -> None:
 
 def _only_prints(argument: str, arguments: Sequence[str]) -> bool:
     starts_ranks = {"verify.level=training", "verify.target=ranks"} & set(arguments)
-    return argument == "mode=explain" or (argument == "mode=verify" and not starts_ranks)
+    return argument in ("mode=explain", "mode=translate") or (argument == "mode=verify" and not starts_ranks)
 
 
 def _is_titan_key(key: str) -> bool:
-    from cp_engine.keys import titan_table
+    from cp_engine.keys import module_tables, titan_table
 
-    return key in titan_table()
+    return key in titan_table() or any(key in table for table in module_tables().values())
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cp_engine import job
+from cp_engine import job, world
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import value_of
@@ -115,7 +115,7 @@ def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
         RankFailure: with the error of the rank that failed first.
         Interrupted: by Ctrl-C or a signal; no process is left.
     """
-    ranks = job.world_size(config)
+    ranks = world.world_size(config)
     settings = section(config, "launch")
     settings |= {"output_dir": str(output_dir), "device": resolve_device(str(settings["device"]), ranks)}
     config = {**config, "launch": settings}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.keys import ABSENT, key_problems, lookup, shape_table, value_of
 from cp_engine.shape import Shape
+from cp_engine.world import data_parallel, degree_in, degrees, integer, world_size
 
 # torchtitan keys that would have no effect beside a composition -> what to set instead.
 REPLACED: Mapping[str, str] = {
@@ -39,20 +40,25 @@ def problems(config: Mapping[str, object]) -> list[Problem]:
     from cp_engine import data, verify_training  # here: they need torch, and planning does not
     from cp_engine.integrations import torchtitan
 
-    found = [*_world_problems(config), *_length_problems(config), *_shape_problems(config), *_mask_problems(config)]
+    found = [*_world_problems(config), *_length_problems(config), *shape_problems(config), *mask_problems(config)]
     found += [*torchtitan.check(config), *data.check(config)]
     return found + (verify_training.check(config) if config["mode"] == "verify" else [])
 
 
 def _head_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """Tensor parallelism cuts heads before the engine sees them."""
-    tensor = _integer(config, "titan.parallelism.tensor_parallel_degree")
+    tensor = integer(config, "titan.parallelism.tensor_parallel_degree")
     name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
     row = shape_table().get(name, {}).get(flavor, {})
     for size in ("heads", "kv_heads"):
-        if int(str(row.get(size, 0))) % tensor:
+        if not _is_whole(row, size) and int(str(row.get(size, 0))) % tensor:
             key = "titan.parallelism.tensor_parallel_degree"
             yield Problem(key=key, what=f"{tensor} does not divide {size} {row[size]} of {name} {flavor}")
+
+
+def _is_whole(row: Mapping[str, object], size: str) -> bool:
+    """Whether tensor parallelism leaves heads whole: the latent of a model with an indexer is one key for all heads."""
+    return size == "kv_heads" and "topk" in row
 
 
 def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -65,7 +71,7 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             yield Problem(key=key, what=f"is {value}", details=(rule,), tries=(f"{key}={fine[-1]}",))
 
 
-def _mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+def mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """A plan for another mask than the model's calls carry would be refused in the ranks."""
     name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
     attention = shape_table().get(name, {}).get(flavor, {}).get("attention", "sdpa")
@@ -78,7 +84,7 @@ def _mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key="mask", what=what, details=(rule,), tries=("mask=document",))
 
 
-def _shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+def shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """`shape.*` describes a call that is only planned; a run makes the call of its model."""
     rule = ("rule", "shape.* is for explain and verify; a run attends as its model and titan.training say")
     instead = {"sequence": "titan.training.seq_len", "batch": "titan.training.local_batch_size"}
@@ -109,23 +115,23 @@ def shape_of(config: Mapping[str, object]) -> Shape:
     Raises:
         ConfigError: if the model is not in the table and `shape.*` leaves a size open.
     """
-    tensor = _integer(config, "titan.parallelism.tensor_parallel_degree")
-    pipeline = _integer(config, "titan.parallelism.pipeline_parallel_degree")
+    tensor = integer(config, "titan.parallelism.tensor_parallel_degree")
+    pipeline = integer(config, "titan.parallelism.pipeline_parallel_degree")
     batch = "pipeline_parallel_microbatch_size" if pipeline > 1 else ""
     sizes: dict[str, int] = {
-        "batch": _integer(config, f"titan.parallelism.{batch}" if batch else "titan.training.local_batch_size"),
-        "sequence": _integer(config, "titan.training.seq_len"),
+        "batch": integer(config, f"titan.parallelism.{batch}" if batch else "titan.training.local_batch_size"),
+        "sequence": integer(config, "titan.training.seq_len"),
     }
     model, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
     row = shape_table().get(model, {}).get(flavor, {})
     for name in ("heads", "kv_heads"):
         if name in row:
-            sizes[name] = max(1, int(str(row[name])) // tensor)
+            sizes[name] = int(str(row[name])) // (1 if _is_whole(row, name) else tensor) or 1
     for name in ("head_dim", "v_head_dim", *LATENT_SIZES):
         if name in row:
             sizes[name] = int(str(row[name]))
     names = (*SIZES, *LATENT_SIZES)
-    sizes.update({name: _integer(config, f"shape.{name}") for name in names if value_of(config, f"shape.{name}")})
+    sizes.update({name: integer(config, f"shape.{name}") for name in names if value_of(config, f"shape.{name}")})
     missing = [name for name in SIZES if name not in sizes]
     if missing:
         raise ConfigError([_unknown_model(model, flavor, missing)])
@@ -137,38 +143,15 @@ def _dtype_key(config: Mapping[str, object]) -> str:
     """FSDP casts the parameters where cp or dp_shard is above 1, autocast those of a single rank; nothing those of tp or pp alone."""
     parallelism = "titan.parallelism."
     names = ("tensor_parallel_degree", "pipeline_parallel_degree")
-    alone = any(_integer(config, parallelism + name) > 1 for name in names)
-    cp = config["cp"]
-    sharded = _integer(config, f"{parallelism}data_parallel_shard_degree") > 1 or _degree(cp) > 1
+    alone = any(integer(config, parallelism + name) > 1 for name in names)
+    copies = integer(config, f"{parallelism}data_parallel_replicate_degree")
+    sharded = degree_in(config["cp"]) > 1 or data_parallel(config) > copies
     return "dtype" if alone and not sharded else "mixed_precision_param"
-
-
-def _degree(cp: object) -> int:
-    """The ranks of a composition; 1 where it cannot be read, which is reported elsewhere."""
-    from cp_engine.schema import degree_of
-
-    try:
-        return degree_of(cp if isinstance(cp, Mapping) else {})
-    except ConfigError:
-        return 1
 
 
 SIZES = ("batch", "sequence", "heads", "kv_heads", "head_dim", "v_head_dim")
 LATENT_SIZES = ("latent_dim", "rope_dim", "index_heads", "index_dim", "topk")
 """Sizes that only multi-head latent attention has, and only one with an indexer."""
-
-
-def world_size(config: Mapping[str, object]) -> int:
-    """The number of ranks: launch.nproc, else cp x tp x pp x dp (dp_shard -1 counts as 1)."""
-    given = value_of(config, "launch.nproc")
-    return int(str(given)) if given else math.prod(_factors(config).values())
-
-
-def data_parallel(config: Mapping[str, object]) -> int:
-    """The number of ranks that read different rows: what is left of the ranks beside cp x tp x pp."""
-    factors = _factors(config)
-    names = ("cp.mesh", "titan.parallelism.tensor_parallel_degree", "titan.parallelism.pipeline_parallel_degree")
-    return world_size(config) // math.prod(factors[name] for name in names)
 
 
 def _replaced_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -204,29 +187,11 @@ def _degree_problems(config: Mapping[str, object]) -> list[Problem]:
     ]
 
 
-def _factors(config: Mapping[str, object]) -> dict[str, int]:
-    from cp_engine.schema import degree_of
-
-    parallelism = "titan.parallelism."
-    cp = config["cp"]
-    return {
-        "cp.mesh": degree_of(cp if isinstance(cp, Mapping) else {}),
-        f"{parallelism}tensor_parallel_degree": _integer(config, f"{parallelism}tensor_parallel_degree"),
-        f"{parallelism}pipeline_parallel_degree": _integer(config, f"{parallelism}pipeline_parallel_degree"),
-        f"{parallelism}data_parallel_replicate_degree": _integer(
-            config, f"{parallelism}data_parallel_replicate_degree"
-        ),
-        f"{parallelism}data_parallel_shard_degree": max(
-            1, _integer(config, f"{parallelism}data_parallel_shard_degree")
-        ),
-    }
-
-
 def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """The number of ranks is the product of the degrees; a free dp_shard takes what is left."""
-    ranks, factors = world_size(config), _factors(config)
+    ranks, factors = world_size(config), degrees(config)
     needed = math.prod(factors.values())
-    free = _integer(config, "titan.parallelism.data_parallel_shard_degree") < 0
+    free = integer(config, "titan.parallelism.data_parallel_shard_degree") < 0
     if ranks != needed and not (free and ranks % needed == 0):
         shown = " x ".join(f"{key.removeprefix('titan.parallelism.')} {value}" for key, value in factors.items())
         what = f"{ranks} is not {'a multiple of ' if free else ''}{needed} = {shown}"
@@ -247,9 +212,9 @@ def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 
 def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """What torchtitan asserts in every rank, said before any starts."""
-    factors = _factors(config)
+    factors = degrees(config)
     degree, tensor = factors["cp.mesh"], factors["titan.parallelism.tensor_parallel_degree"]
-    length, step = _integer(config, "titan.training.seq_len"), 2 * degree * tensor
+    length, step = integer(config, "titan.training.seq_len"), 2 * degree * tensor
     if length % step:
         near = [n for n in (length // step * step, (length // step + 1) * step) if n]
         yield Problem(
@@ -258,9 +223,9 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             details=(("rule", "torchtitan 0.2.2 asks for seq_len % (tp x 2 x cp) == 0, whatever the composition"),),
             tries=tuple(f"titan.training.seq_len={n}" for n in near),
         )
-    batch = _integer(config, "titan.training.local_batch_size")
-    total = _integer(config, "titan.training.global_batch_size")
-    micro = _integer(config, "titan.parallelism.pipeline_parallel_microbatch_size")
+    batch = integer(config, "titan.training.local_batch_size")
+    total = integer(config, "titan.training.global_batch_size")
+    micro = integer(config, "titan.parallelism.pipeline_parallel_microbatch_size")
     if factors["titan.parallelism.pipeline_parallel_degree"] > 1 and (micro < 1 or batch % micro):
         key = "titan.parallelism.pipeline_parallel_microbatch_size"
         yield Problem(key=key, what=f"{micro} does not divide local_batch_size {batch}", tries=(f"{key}=1",))
@@ -291,7 +256,3 @@ def _unknown_model(name: str, flavor: str, missing: list[str]) -> Problem:
             *((" ".join(f"shape.{m}=..." for m in missing),) if missing else ()),
         ),
     )
-
-
-def _integer(config: Mapping[str, object], key: str) -> int:
-    return int(str(value_of(config, key)))

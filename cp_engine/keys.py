@@ -7,9 +7,9 @@ from pathlib import Path
 from cp_engine.errors import Problem, suggest
 
 TABLES = Path(__file__).parent / "integrations"
-MODES = ("train", "explain", "verify")
+MODES = ("train", "explain", "verify", "translate")
 
-# key -> type, in the words of the torchtitan table. `cp` belongs to the schema, `mask` to its group.
+# key -> type, in the words of the torchtitan table. `cp` belongs to the schema, `mask` to its group, `datasets` to `data`.
 KEYS: Mapping[str, str] = {
     "mode": " | ".join(map(repr, MODES)),
     "shape.batch": "int | null",
@@ -26,17 +26,27 @@ KEYS: Mapping[str, str] = {
     "shape.dtype": "'float64' | 'float32' | 'bfloat16' | 'float16' | null",
     "data.path": "str | null",
     "data.field": "str",
+    "data.dataset": "str | null",
     "launch.device": "'auto' | 'cpu' | 'cuda'",
     "launch.nproc": "int | null",
     "launch.inline": "bool",
     "launch.resume": "str | null",
     "launch.verbose": "bool",
+    "toml": "str | null",
+    "out": "str | null",
+    "translate.to": "'experiment' | 'toml'",
+    "translate.force": "bool",
+    "translate.trust_modules": "bool",
+    "translate.drop_npu_converters": "bool",
     "explain.format": "'text' | 'json'",
     "verify.level": "'attention' | 'training'",
     "verify.target": "'process' | 'ranks'",
     "verify.reference": "'parallel' | 'single'",
 }
-ELSEWHERE = ("cp", "mask")
+ELSEWHERE = ("cp", "mask", "datasets")
+OF_FILES = ("data.path", "data.field")  # not of torchtitan's data sets
+PLACES = ("path", "tokenizer")
+CONFIG_MODULE = "titan.job.custom_config_module"
 
 # Sizes that must be positive; torchtitan would fail later, in a rank.
 POSITIVE = (
@@ -62,10 +72,32 @@ POSITIVE = (
 )
 
 
-def titan_table() -> dict[str, dict[str, object]]:
-    """Type and default of every key of torchtitan's JobConfig, by dotted key."""
+def titan_table(config: Mapping[str, object] | None = None) -> dict[str, dict[str, object]]:
+    """Type and default of every key of torchtitan's JobConfig, by dotted key.
+
+    Args:
+        config: the composed configuration, for the further keys of its config module; None for torchtitan's own keys.
+
+    Raises:
+        ConfigError: a trusted config module that cannot be imported.
+    """
     table: dict[str, dict[str, object]] = json.loads((TABLES / "torchtitan_keys.json").read_text())
-    return table
+    module = None if config is None else lookup(config, CONFIG_MODULE)
+    if not isinstance(module, str) or not module or config is None:
+        return table
+    if module in module_tables():
+        return {**table, **module_tables()[module]}
+    if lookup(config, "translate.trust_modules") is not True:
+        return table
+    from cp_engine.integrations.config_modules import imported_table
+
+    return {**table, **imported_table(module)}
+
+
+def module_tables() -> dict[str, dict[str, dict[str, object]]]:
+    """What each known config module adds to torchtitan's keys, or changes in them."""
+    tables: dict[str, dict[str, dict[str, object]]] = json.loads((TABLES / "torchtitan_modules.json").read_text())
+    return tables
 
 
 def shape_table() -> dict[str, dict[str, dict[str, object]]]:
@@ -74,9 +106,9 @@ def shape_table() -> dict[str, dict[str, dict[str, object]]]:
     return table
 
 
-def known_keys() -> dict[str, str]:
-    """Every key outside `cp` and `mask`, with its type."""
-    return {**KEYS, **{f"titan.{key}": str(row["type"]) for key, row in titan_table().items()}}
+def known_keys(config: Mapping[str, object] | None = None) -> dict[str, str]:
+    """Every key that has a type here; with those of the configuration's config module, where there is a configuration."""
+    return {**KEYS, **{f"titan.{key}": str(row["type"]) for key, row in titan_table(config).items()}}
 
 
 def type_matches(value: object, wanted: str) -> bool:
@@ -93,6 +125,8 @@ def _is_one(value: object, option: str) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if option == "int":
         return isinstance(value, int) and not isinstance(value, bool)
+    if option == "dict":
+        return isinstance(value, dict)
     if option == "bool":
         return isinstance(value, bool)
     if option == "str":
@@ -114,7 +148,7 @@ def _leaves(node: object, known: Mapping[str, str], key: str = "") -> Iterator[t
 
 def key_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """Unknown, missing and unset keys, wrong types and sizes below 1."""
-    known = known_keys()
+    known = known_keys(config)
     for key, value in _leaves(config, known):
         if any(name.startswith(f"{key}.") for name in known):
             inside = ", ".join(name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}."))
@@ -124,14 +158,32 @@ def key_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         elif value == "???":
             yield Problem(key=key, what="has no value", details=(("allowed", known[key]),), tries=(f"{key}=...",))
         elif not type_matches(value, known[key]):
-            yield _wrong_type(key, value, known[key])
+            yield type_problem(key, value, known[key])
         elif key in POSITIVE and isinstance(value, int) and value < 1:
             yield Problem(key=key, what=f"is {value}, less than 1")
-    missing = [key for key in KEYS if lookup(config, key) is ABSENT]
+    yield from _dataset_problems(lookup(config, "datasets"))
+    needed = [key for key in KEYS if key not in OF_FILES or lookup(config, "data.dataset") in (None, ABSENT)]
+    missing = [key for key in needed if lookup(config, key) is ABSENT]
     yield from (Problem(key=key, what="is missing", details=(("allowed", known[key]),)) for key in missing)
 
 
-def unknown_key(key: str, known: Mapping[str, str], value: str = "...") -> Problem:
+def _dataset_problems(node: object) -> Iterator[Problem]:
+    """`datasets` has one entry per data set, with where it lies."""
+    for name, place in node.items() if isinstance(node, Mapping) else ():
+        for key, value in place.items() if isinstance(place, Mapping) else ((None, place),):
+            dotted = f"datasets.{name}" + (f".{key}" if key is not None else "")
+            if key not in PLACES:
+                allowed = (("allowed", ", ".join(f"datasets.{name}.{place}" for place in PLACES)),)
+                yield Problem(key=dotted, what="unknown key", details=allowed)
+            elif not isinstance(value, str | None):
+                yield type_problem(dotted, value, "str | null")
+    if not isinstance(node, Mapping):
+        yield Problem(key="datasets", what=f"is a section, not {node!r}", tries=("'datasets={}'",))
+
+
+def unknown_key(
+    key: str, known: Mapping[str, str], value: str = "...", elsewhere: tuple[str, ...] = ELSEWHERE
+) -> Problem:
     """The problem of a key that no table has, with its siblings and the nearest one."""
     parts = key.split(".")
     depth = 0
@@ -139,7 +191,7 @@ def unknown_key(key: str, known: Mapping[str, str], value: str = "...") -> Probl
         depth += 1
     siblings = sorted({name.split(".")[depth] for name in known if name.split(".")[:depth] == parts[:depth]})
     if depth == 0:
-        siblings = sorted({*siblings, *ELSEWHERE})
+        siblings = sorted({*siblings, *elsewhere})
     here = ".".join(parts[: depth + 1])
     allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
     return Problem(
@@ -149,14 +201,15 @@ def unknown_key(key: str, known: Mapping[str, str], value: str = "...") -> Probl
 
 def _near(parts: list[str], depth: int, siblings: list[str], known: Mapping[str, str], value: str) -> tuple[str, ...]:
     near = suggest(parts[depth], siblings)
-    if near is None:
-        elsewhere = [name for name in known if name.split(".")[-1] == parts[-1]]  # right name, wrong section
-        return tuple(f"{name}={value}" for name in elsewhere[:3])
+    in_others = [name for name in known if name.split(".")[-1] == parts[-1]]  # right name, wrong section
+    if near is None or (in_others and depth == len(parts) - 1):
+        return tuple(f"{name}={value}" for name in in_others[:3])
     fixed = ".".join([*parts[:depth], near, *parts[depth + 1 :]])
     return (f"{fixed}={value}",)
 
 
-def _wrong_type(key: str, value: object, wanted: str) -> Problem:
+def type_problem(key: str, value: object, wanted: str) -> Problem:
+    """The problem of a value that has not the type of the tables."""
     names = {"NoneType": "null"}
     got = names.get(type(value).__name__, type(value).__name__)
     if "'" in wanted:
@@ -190,5 +243,5 @@ def value_of(config: Mapping[str, object], key: str) -> object:
     """A value of the configuration, or torchtitan's default."""
     value = lookup(config, key)
     if value is ABSENT and key.startswith("titan."):
-        return titan_table()[key.removeprefix("titan.")]["default"]
+        return titan_table(config)[key.removeprefix("titan.")]["default"]
     return None if value is ABSENT else value

@@ -1,4 +1,4 @@
-"""What one composed job does: train, explain or verify."""
+"""What one composed job does: train, explain, verify or translate."""
 
 import json
 import os
@@ -13,19 +13,23 @@ from omegaconf.errors import OmegaConfBaseException
 from cp_engine.errors import ConfigError, CPError, Problem
 
 if TYPE_CHECKING:
+    from cp_engine.integrations.toml_translation import Translation
     from cp_engine.join import Group
     from cp_engine.plan import Plan
 
 # The rest is imported where it is used: planning needs no torchtitan and no process group.
 
 
-def run_job(composed: DictConfig, output_dir: Path, group: "Group | None") -> bool:
+def run_job(
+    composed: DictConfig, output_dir: Path, group: "Group | None", translation: "Translation | None" = None
+) -> bool:
     """One job: check everything, then do what `mode` says.
 
     Args:
         composed: Hydra's result.
         output_dir: the job's folder.
         group: the ranks that exist already; None to start new ones.
+        translation: of the TOML that the command line names.
 
     Returns:
         False if verify found a difference; it has shown where.
@@ -35,12 +39,24 @@ def run_job(composed: DictConfig, output_dir: Path, group: "Group | None") -> bo
         RankFailure: a rank ended the run.
     """
     config = plain(composed)
+    if config.get("toml") is not None and translation is None:
+        what, rule = (
+            f"is {config['toml']}, and was not translated",
+            ("rule", "a TOML is named on the command line, as toml=FILE"),
+        )
+        raise ConfigError([Problem(key="toml", what=what, details=(rule,), tries=("toml=FILE",))])
+    if config.get("mode") == "translate":
+        from cp_engine import translate_mode
+
+        translate_mode.run(config, translation)
+        return True
     if group is not None and config.get("mode") == "train":
         config = group.adopt(config)
     plan = planned(config)
     if config["mode"] == "verify":
+        _show(translation, config)
         return _verify(plan, config, output_dir)
-    _explain(plan, config)
+    _explain(plan, config, translation)
     if config["mode"] == "train":
         _train(config, output_dir, group)
     return True
@@ -92,7 +108,15 @@ def planned(config: Mapping[str, object]) -> "Plan":
     return plan
 
 
-def _explain(plan: "Plan", config: Mapping[str, object]) -> None:
+def _show(translation: "Translation | None", config: Mapping[str, object]) -> None:
+    """What a TOML asks for, and of how many ranks."""
+    from cp_engine import experiment, world
+
+    if translation is not None:
+        print(experiment.summary(translation), f"ranks      {world.ranks_text(config)}\n", sep="\n", flush=True)
+
+
+def _explain(plan: "Plan", config: Mapping[str, object], translation: "Translation | None") -> None:
     from cp_engine import explain
 
     settings, device = config["explain"], _device(config)
@@ -100,6 +124,7 @@ def _explain(plan: "Plan", config: Mapping[str, object]) -> None:
     if config["mode"] == "explain" and settings["format"] == "json":
         print(json.dumps(explain.data(plan, device=device), indent=2))
     else:
+        _show(translation, config)
         print(explain.text(plan, device=device), flush=True)
 
 

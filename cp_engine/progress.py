@@ -83,9 +83,13 @@ class Watch:
         first, last = self.rows[0], self.rows[-1]
         speed = statistics.median(row["tokens_per_second"] for row in self.rows)
         sent = statistics.median(row["cp_bytes_sent"] for row in self.rows)
+        seconds = sum(row["seconds"] for row in self.rows)
+        is_each = self._steps - first["step"] + 1 == len(self.rows)
+        steps = f"{len(self.rows)} steps, {seconds:.1f} s in steps"
+        logged = f"step {self._steps}; {len(self.rows)} logged (titan.metrics.log_freq), {seconds:.1f} s in those"
         return "\n".join(
             [
-                f"done     {len(self.rows)} steps, {sum(row['seconds'] for row in self.rows):.1f} s in steps",
+                f"done     {steps if is_each else logged}",
                 f"loss     {first['loss']:.4f} -> {last['loss']:.4f}",
                 f"speed    {speed:,.0f} tokens/s (median)",
                 *((f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",) if sent else ()),

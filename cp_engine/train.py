@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 import torch.distributed as dist
 
+from cp_engine import data
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan import checkpoint_of, titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
@@ -86,6 +87,11 @@ def titan_of(config: Mapping[str, object]) -> dict[str, object]:
     _section_of(titan, "parallelism")["context_parallel_degree"] = degree_of(section(config, "cp"))
     _section_of(titan, "job").setdefault("dump_folder", launch["output_dir"])
     _section_of(titan, "metrics").setdefault("disable_color_printing", True)  # the log is a file
+    if (dataset := data.dataset_of(config)) is not None:
+        training = _section_of(titan, "training")
+        training.update(dataset=dataset, dataset_path=data.place_of(config, dataset, "path"))
+        if (tokenizer := data.place_of(config, dataset, "tokenizer")) is not None:
+            _section_of(titan, "model").setdefault("hf_assets_path", tokenizer)
     if launch.get("resume") is not None:
         checkpoint = _section_of(titan, "checkpoint")
         folder = titan_value(config, "checkpoint.folder", "checkpoint")

@@ -5,7 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_engine import elastic, job
+from cp_engine import elastic, world
 from cp_engine.comparison import compare, show
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan import titan_value
@@ -66,7 +66,7 @@ def run(config: Config) -> bool:
         ConfigError: a job that cannot be compared.
     """
     stock, composed = prepare(config)
-    output, ranks = Path(str(section(config, "launch")["output_dir"])), job.world_size(config)
+    output, ranks = Path(str(section(config, "launch")["output_dir"])), world.world_size(config)
     alone = 1 if is_single(config) else ranks // degree_of(section(config, "cp"))
     print(f"1/2 torchtitan alone, {STEPS} steps: context parallel 1, {alone} rank{'s' * (alone != 1)}", flush=True)
     elastic.run_ranks(run_stock, stock, output / "stock", ranks=alone)
@@ -97,7 +97,7 @@ def prepare(config: Config) -> tuple[Config, Config]:
     if (output / "stock").exists():  # its checkpoint would be continued
         what = f"{output} holds an earlier comparison"
         raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("~hydra.run.dir",))], "verify.level=training")
-    ranks = job.world_size(config)
+    ranks = world.world_size(config)
     stock = _job(config, output / "stock", ranks, {"enable": True, "interval": STEPS + 1})
     composed = _job(
         config,
@@ -139,7 +139,7 @@ def train_alone(config: Config, trainer_class: "type[StockRecorder]") -> None:
         setattr(titan.parallelism, name, 1)
     if is_single(config):
         for batch in (titan.training, titan.validation):
-            batch.local_batch_size *= job.data_parallel(config)
+            batch.local_batch_size *= world.data_parallel(config)
     with hosted(titan, data=section(config, "data"), is_composed=False):
         trainer = trainer_class(titan)
         try:

@@ -1,15 +1,18 @@
-"""Writes the tables of torchtitan's keys and model shapes that ship with the package.
+"""Writes the tables of torchtitan's keys, of its config modules' further keys and of model shapes that ship with the package.
 
-Run after changing the torchtitan version: python tests/regenerate_titan_tables.py
+Run after changing the torchtitan version: python -m tests.regenerate_titan_tables
+With torchtitan-npu, from its unpacked wheel: python -m tests.regenerate_titan_tables FOLDER
 """
 
-import dataclasses
+import ast
 import importlib
 import json
+import sys
 import types
-import typing
+from collections.abc import Iterator
 from pathlib import Path
 
+from cp_engine.integrations.config_modules import keys_of
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 
 INTEGRATIONS = Path(__file__).parents[1] / "cp_engine" / "integrations"
@@ -20,22 +23,23 @@ MODELS = {
     "llama4": "torchtitan.models.llama4",
     "qwen3": "torchtitan.models.qwen3",
 }
-
-
-def type_name(hint: object) -> str:
-    """A type as the key table writes it: `int`, `str | null`, `'a' | 'b'`, `list[str]`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return " | ".join(repr(choice) for choice in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(type_name(argument) for argument in arguments)
-    if origin is list:
-        return f"list[{type_name(arguments[0])}]"
-    if hint is type(None):
-        return "null"
-    if isinstance(hint, type):
-        return hint.__name__
-    raise TypeError(f"no name for {hint!r}")
+MODULES = (  # torchtitan's own; each extends its JobConfig
+    "torchtitan.components.ft.config",
+    "torchtitan.experiments.autoparallel.job_config",
+    "torchtitan.experiments.compiler_toolkit.job_config",
+    "torchtitan.experiments.simple_fsdp.job_config",
+    "torchtitan.experiments.transformers_modeling_backend.job_config",
+    "torchtitan.experiments.vlm.job_config",
+    "torchtitan.models.flux.job_config",
+)
+HEAVY = (  # importing these needs further packages
+    "torchtitan.experiments.transformers_modeling_backend",
+    "torchtitan.experiments.vlm",
+    "torchtitan.models.flux",
+)
+NPU = "torchtitan_npu"
+NPU_PACKAGES = (NPU, f"{NPU}.config", f"{NPU}.models", f"{NPU}.models.deepseek_v3", f"{NPU}.models.deepseek_v32")
+NPU_MODELS = {"deepseek_v3": "DeepSeekV3ModelArgs", "deepseek_v32": "DeepSeekV32ModelArgs"}
 
 
 def titan_keys() -> dict[str, dict[str, object]]:
@@ -43,18 +47,21 @@ def titan_keys() -> dict[str, dict[str, object]]:
     with cpu_shims():  # torchtitan settles on a device when it is first imported
         from torchtitan.config import JobConfig
 
-    table: dict[str, dict[str, object]] = {}
+    return keys_of(JobConfig())
 
-    def walk(node: object, prefix: str) -> None:
-        hints = typing.get_type_hints(type(node))
-        for field in dataclasses.fields(node):
-            value = getattr(node, field.name)
-            if dataclasses.is_dataclass(value):
-                walk(value, f"{prefix}{field.name}.")
-            else:
-                table[prefix + field.name] = {"type": type_name(hints[field.name]), "default": value}
 
-    walk(JobConfig(), "")
+def module_keys(names: tuple[str, ...]) -> dict[str, dict[str, dict[str, object]]]:
+    """What each config module adds to torchtitan's keys, or changes in them."""
+    with cpu_shims():
+        import torchtitan.train
+        from torchtitan.config import ConfigManager, JobConfig
+
+    base = keys_of(JobConfig())
+    table = {}
+    without_its_start(Path(torchtitan.__file__).parents[1], HEAVY)
+    for name in names:
+        merged = ConfigManager._merge_configs(JobConfig, importlib.import_module(name).JobConfig)
+        table[name] = {key: row for key, row in keys_of(merged()).items() if base.get(key) != row}
     return table
 
 
@@ -78,7 +85,7 @@ def attention_shape(args: object) -> dict[str, object]:
             "rope_dim": args.qk_rope_head_dim,
             "index_heads": args.index_n_heads,
             "index_dim": args.index_head_dim,
-            "topk": args.max_seq_len if args.warm_up else args.index_topk,
+            "topk": args.max_seq_len if getattr(args, "warm_up", False) else args.index_topk,
         }
     elif hasattr(args, "kv_lora_rank"):  # MLA: rope and no-rope parts side by side, v narrower
         head_dim, v_head_dim, kv_heads = args.qk_nope_head_dim + args.qk_rope_head_dim, args.v_head_dim, heads
@@ -102,6 +109,77 @@ def dump(table: object) -> str:
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-if __name__ == "__main__":
+def without_its_start(folder: Path, names: tuple[str, ...]) -> None:
+    """Makes the modules of packages importable from a folder, without what importing the packages themselves does."""
+    for name in names:
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder.joinpath(*name.split(".")))]
+        sys.modules[name] = package
+
+
+def npu_shapes(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
+    """The attention shape of every flavor that torchtitan-npu adds; its models need the package, which the row says."""
+    from torchtitan.models.moe import MoEArgs
+
+    table = {}
+    for model, name in NPU_MODELS.items():
+        with cpu_shims():
+            arguments = importlib.import_module(f"{NPU}.models.{model}.model.args")
+        known = {name: getattr(arguments, name), "MoEArgs": MoEArgs}
+        tree = ast.parse((folder / NPU / "models" / model / "__init__.py").read_text())
+        table[model] = {
+            flavor: {**attention_shape(eval(ast.unparse(call), known)), "package": NPU}
+            for flavor, call in flavors_in(tree, name)
+        }
+    return table
+
+
+def flavors_in(tree: ast.AST, name: str) -> Iterator[tuple[str, ast.Call]]:
+    """(flavor, call) of `args["flavor"] = Name(...)` and `args = {"flavor": Name(...)}`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            rows = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+            rows = [(node.targets[0].slice, node.value)]
+        else:
+            continue
+        for key, value in rows:
+            if isinstance(key, ast.Constant) and isinstance(value, ast.Call) and ast.unparse(value.func) == name:
+                yield str(key.value), value
+
+
+def with_npu(shapes: dict[str, dict[str, dict[str, object]]], npu: dict[str, dict[str, dict[str, object]]]) -> None:
+    """Adds torchtitan-npu's flavors; a flavor that the engine brings itself stays the engine's."""
+    for model, flavors in npu.items():
+        shapes[model] |= {flavor: row for flavor, row in flavors.items() if flavor not in shapes[model]}
+
+
+def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
+    """A table as it ships."""
+    return json.loads((INTEGRATIONS / name).read_text())
+
+
+def main() -> None:
+    """Writes the three tables; without torchtitan-npu its rows stay as they are."""
+    modules, shapes = module_keys(MODULES), titan_shapes()
+    npu_module = f"{NPU}.config.custom_config"
+    if sys.argv[1:]:
+        without_its_start(Path(sys.argv[1]), NPU_PACKAGES)
+        modules |= module_keys((npu_module,))
+        with_npu(shapes, npu_shapes(Path(sys.argv[1])))
+    else:
+        modules[npu_module] = read("torchtitan_modules.json")[npu_module]
+        with_npu(shapes, rows_of_npu(read("torchtitan_shapes.json")))
     (INTEGRATIONS / "torchtitan_keys.json").write_text(dump(titan_keys()))
-    (INTEGRATIONS / "torchtitan_shapes.json").write_text(dump(titan_shapes()))
+    (INTEGRATIONS / "torchtitan_modules.json").write_text(dump(modules))
+    (INTEGRATIONS / "torchtitan_shapes.json").write_text(dump(shapes))
+
+
+def rows_of_npu(shapes: dict[str, dict[str, dict[str, object]]]) -> dict[str, dict[str, dict[str, object]]]:
+    """The rows of a shape table that need torchtitan-npu."""
+    rows = {m: {f: row for f, row in flavors.items() if row.get("package") == NPU} for m, flavors in shapes.items()}
+    return {model: flavors for model, flavors in rows.items() if flavors}
+
+
+if __name__ == "__main__":
+    main()

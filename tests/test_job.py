@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from cp_engine import job
+from cp_engine import job, world
 from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import ELSEWHERE, KEYS, titan_table, type_matches
@@ -52,12 +52,20 @@ def test_key_table_equals_installed_job_config() -> None:
 
 
 def test_shape_table_equals_installed_models() -> None:
-    assert json.loads((tables.INTEGRATIONS / "torchtitan_shapes.json").read_text()) == tables.titan_shapes()
+    shipped, installed = tables.read("torchtitan_shapes.json"), tables.titan_shapes()
+    tables.with_npu(installed, tables.rows_of_npu(shipped))
+    assert shipped == installed
+
+
+def test_table_of_config_modules_equals_installed_ones() -> None:
+    shipped = tables.read("torchtitan_modules.json")
+    assert {name: shipped[name] for name in tables.MODULES} == tables.module_keys(tables.MODULES)
+    assert set(shipped) - set(tables.MODULES) == {"torchtitan_npu.config.custom_config"}
 
 
 def test_defaults_are_accepted(default: Config) -> None:
     job.check(default)
-    assert job.world_size(default) == 2
+    assert world.world_size(default) == 2
 
 
 def test_every_default_has_its_own_type_in_the_table() -> None:
@@ -161,7 +169,7 @@ def test_world_size_is_the_product_of_the_degrees(
 ) -> None:
     config = changed(**values)
     job.check(config)
-    assert job.world_size(config) == ranks
+    assert world.world_size(config) == ranks
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from cp_engine.errors import ConfigError, Problem, suggest
 
-KEYS = ("path", "field")
+KEYS = ("path", "field", "dataset")
+TEXTS = {"c4": None, "c4_test": "tests/assets/c4_test", "c4_validation": None}
+"""torchtitan 0.2.2's data sets of text, and where one lies if nothing else is said; None: read over the network."""
+TOKENIZER = "./tests/assets/tokenizer"
+"""torchtitan's default for model.hf_assets_path."""
 SUFFIX = ".jsonl"
 
 
@@ -33,6 +37,8 @@ def check(config: Mapping[str, object]) -> list[Problem]:
                 Problem(key=f"data.{key}", what="unknown key", details=allowed, tries=(near,) if near else ())
             )
     path, field = data.get("path"), data.get("field", "text")
+    if data.get("dataset") is not None:
+        return [*problems, *_check_dataset(config, str(data["dataset"]))]
     if not isinstance(field, str) or not field:
         problems.append(
             Problem(key="data.field", what=f"must be the name of a field, not {field!r}", tries=("data.field=text",))
@@ -46,6 +52,50 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     else:
         problems += _check_folder(Path(path), field)
     return problems
+
+
+def dataset_of(config: Mapping[str, object]) -> str | None:
+    """The name of torchtitan's data set, where the text is one."""
+    data = config.get("data")
+    name = data.get("dataset") if isinstance(data, Mapping) else None
+    return None if name is None else str(name)
+
+
+def place_of(config: Mapping[str, object], name: str, key: str) -> str | None:
+    """Where a data set or its tokenizer lies, as `datasets` says."""
+    places = config.get("datasets")
+    place = places.get(name) if isinstance(places, Mapping) else None
+    value = place.get(key) if isinstance(place, Mapping) else None
+    return None if value is None else str(value)
+
+
+def _check_dataset(config: Mapping[str, object], name: str) -> Iterator[Problem]:
+    """torchtitan's own data sets are local folders, or names on the network; its tokenizers are folders."""
+    keys = ("experimental.custom_import", "job.custom_config_module")
+    may_register = any(_titan(config, key) for key in keys)
+    if name not in TEXTS and not may_register:
+        rule = ("rule", "another is registered by a module: titan.experimental.custom_import=...")
+        what = f"'{name}' is not a text of torchtitan 0.2.2"
+        details, tries = (("allowed", ", ".join(TEXTS)), rule), ("data=c4_test", "data=builtin")
+        yield Problem(key="data.dataset", what=what, details=details, tries=tries)
+    path = place_of(config, name, "path") or TEXTS.get(name)
+    is_local = path is not None and (path.startswith((".", "/", "~")) or path == TEXTS.get(name))
+    if is_local and not Path(str(path)).exists():
+        tries = (f"datasets.{name}.path=/my/{name}", "data=builtin")
+        yield Problem(key=f"datasets.{name}.path", what=f"there is no {path}, from {Path.cwd()}", tries=tries)
+    assets = _titan(config, "model.hf_assets_path") or place_of(config, name, "tokenizer") or TOKENIZER
+    if not Path(str(assets)).is_dir():
+        what = f"there is no folder {assets}, from {Path.cwd()}"
+        rule = ("rule", "it holds the files of a Hugging Face tokenizer, such as tokenizer.json")
+        tries = (f"datasets.{name}.tokenizer=/my/tokenizer", "data=builtin")
+        yield Problem(key=f"datasets.{name}.tokenizer", what=what, details=(rule,), tries=tries)
+
+
+def _titan(config: Mapping[str, object], key: str) -> object:
+    node: object = config.get("titan")
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def documents(path: str | None, field: str, skip: int = 0) -> Iterator[str]:

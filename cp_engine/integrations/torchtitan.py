@@ -5,20 +5,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cp_engine import data, job
+from cp_engine import data, world
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations import torchtitan_packages
 from cp_engine.keys import value_of
 from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of, read
 
 STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
-    ("training.dataset", "the text is chosen by the data group", "data.path"),
-    ("training.dataset_path", "the text is chosen by the data group", "data.path"),
-    ("validation.dataset", "a folder of text is validated on, or the data group's", "titan.validation.dataset_path"),
-    ("model.tokenizer_path", "text is read byte by byte, without a tokenizer file", "data.path"),
-    ("job.config_file", "torchtitan's own argument parser does not run", "titan"),
-    ("job.custom_config_module", "torchtitan's own argument parser does not run", "titan"),
-    ("experimental.custom_args_module", "torchtitan's own argument parser does not run", "titan"),
+    ("training.dataset", "the text is chosen by the data group", "data=c4_test"),
+    ("training.dataset_path", "the text is chosen by the data group", "datasets.c4_test.path=..."),
+    ("job.config_file", "torchtitan's own argument parser does not run", "toml=..."),
+    (
+        "experimental.custom_args_module",
+        "torchtitan's own argument parser does not run",
+        "titan.job.custom_config_module=...",
+    ),
 )
 
 
@@ -53,14 +55,11 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     problems = []
     for key, reason, instead in STAND_INS:
         if titan_value(config, key) not in (None, ""):
-            details = (("rule", f"{reason}; setting both could only be ignored"), ("see", instead))
-            what = f"is {titan_value(config, key)!r}, and would have no effect"
-            problems.append(Problem(key=f"titan.{key}", what=what, details=details, tries=(f"~titan.{key}",)))
-    if titan_value(config, "model.hf_assets_path") is not None and not any(
-        titan_value(config, f"checkpoint.{key}") for key in ("initial_load_in_hf", "last_save_in_hf")
-    ):
-        what = "names a tokenizer, and text is read byte by byte; it is used only with Hugging Face checkpoints"
-        problems.append(Problem(key="titan.model.hf_assets_path", what=what, tries=("~titan.model.hf_assets_path",)))
+            details = (("rule", f"{reason}; setting both could only be ignored"),)
+            what, tries = f"is {titan_value(config, key)!r}, and would have no effect", (f"~titan.{key}", instead)
+            problems.append(Problem(key=f"titan.{key}", what=what, details=details, tries=tries))
+    if data.dataset_of(config) is None:
+        problems += _byte_problems(config)
     if titan_value(config, "validation.enable"):
         problems += _validation_problems(config)
     if titan_value(config, "comm.mode", "default") != "default":
@@ -68,12 +67,31 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         problems.append(Problem(key="titan.comm.mode", what=what, tries=("titan.comm.mode=default",)))
     return [
         *problems,
+        *torchtitan_packages.check(config),
         *_latent_problems(config),
         *_indexer_problems(config),
         *_compile_problems(config),
         *_expert_problems(config),
         *_check_resume(config),
     ]
+
+
+def _byte_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What has no effect where text is read byte by byte."""
+    key, in_hf = "titan.model.hf_assets_path", ("initial_load_in_hf", "last_save_in_hf")
+    if titan_value(config, "model.hf_assets_path") is not None and not any(
+        titan_value(config, f"checkpoint.{name}") for name in in_hf
+    ):
+        what = "names a tokenizer, and text is read byte by byte; it is used only with Hugging Face checkpoints"
+        yield Problem(key=key, what=what, tries=(f"~{key}",))
+    key = "titan.model.tokenizer_path"
+    if titan_value(config, "model.tokenizer_path") not in (None, ""):
+        what = "names a tokenizer, and text is read byte by byte, without a tokenizer file"
+        yield Problem(key=key, what=what, tries=(f"~{key}",))
+    key = "titan.validation.dataset"
+    if titan_value(config, "validation.enable") and titan_value(config, "validation.dataset") not in (None, ""):
+        what = f"is {titan_value(config, 'validation.dataset')!r}, and text of the data group is validated on"
+        yield Problem(key=key, what=what, tries=(f"~{key}", "titan.validation.dataset_path=..."))
 
 
 def _latent_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -122,8 +140,8 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     def number(key: str) -> int:
         return int(str(value_of(config, f"titan.{key}")))
 
-    key = "titan.validation.steps"
-    if number("validation.steps") < 1:
+    key, is_ours = "titan.validation.steps", data.dataset_of(config) is None
+    if is_ours and number("validation.steps") < 1:
         what = f"is {number('validation.steps')}, and the text has no end: it starts over"
         yield Problem(key=key, what=what, tries=(f"{key}=10",))
     key, length, planned = "titan.validation.seq_len", number("validation.seq_len"), number("training.seq_len")
@@ -145,6 +163,8 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key=key, what=what, tries=(f"{key}={max(1, -(-every // logged)) * logged}",))
     key, text = "titan.validation.dataset_path", config["data"]
     assert isinstance(text, Mapping)
+    if not is_ours:
+        return
     folder = value_of(config, key)
     if folder is not None:
         for problem in data.check({"data": {**text, "path": folder}}):
@@ -163,7 +183,7 @@ def _expert_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         return
     cp, key = config["cp"], f"{parallelism}expert_parallel_degree"
     assert isinstance(cp, Mapping)
-    shards = degree_of(cp) * job.data_parallel(config) // copies
+    shards = degree_of(cp) * world.data_parallel(config) // copies
     if cut not in (1, tensor):
         what = f"is {cut}, and torchtitan takes 1 or tensor_parallel_degree {tensor}"
         name = f"{parallelism}expert_tensor_parallel_degree"

@@ -1,4 +1,4 @@
-"""torchtitan with our text and, for a composition, without its own context parallelism, for the time of one job.
+"""torchtitan with the text of the data group and, for a composition, without its own context parallelism, for the time of one job.
 
 Importing this imports torchtitan (11 s on a small machine), on CPU inside `cpu_shims`.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import get_type_hints
+from typing import cast, get_type_hints
 
 import torch
 import torchtitan.components.validate
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import build_validator
-from torchtitan.config import JobConfig
+from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.attention import (
     FlexAttentionWrapper,
@@ -95,22 +95,28 @@ def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bo
                     n: _unguarded(deepcopy(a)) if is_composed else deepcopy(a) for n, a in spec.model_args.items()
                 },
                 parallelize_fn=_parallelize_with(spec.parallelize_fn, is_composed),
-                build_dataloader_fn=loader_builder(
-                    None if data["path"] is None else str(data["path"]), str(data["field"])
-                ),
-                build_tokenizer_fn=_byte_tokenizer,
+                **_text_of(data),
                 build_metrics_processor_fn=_recorded_metrics,
                 build_validator_fn=spec.build_validator_fn or build_validator,  # DeepSeek-V3 brings none
             ),
         )
         if is_composed:  # CompositionTrainer cuts the batch itself, companions included
             _swap(undo, torchtitan.train, "prepare_context_parallel_input", _leave_whole)
-        _swap(undo, torchtitan.components.validate, "build_text_validation_dataloader", text_builder(data))
+        if data.get("dataset") is None:
+            _swap(undo, torchtitan.components.validate, "build_text_validation_dataloader", text_builder(data))
         yield
 
 
+def _text_of(data: Mapping[str, object]) -> dict[str, Callable[..., object]]:
+    """The builders of loader and tokenizer; none for a data set of torchtitan's, which the model's own builders read."""
+    if data.get("dataset") is not None:
+        return {}
+    path = None if data["path"] is None else str(data["path"])
+    return {"build_dataloader_fn": loader_builder(path, str(data["field"])), "build_tokenizer_fn": _byte_tokenizer}
+
+
 def job_config(titan: Mapping[str, object]) -> JobConfig:
-    """torchtitan's configuration from the `titan` node.
+    """torchtitan's configuration from the `titan` node, extended by its config module.
 
     Args:
         titan: only what differs from torchtitan's defaults.
@@ -119,11 +125,21 @@ def job_config(titan: Mapping[str, object]) -> JobConfig:
         ConfigError: keys that torchtitan does not have, all of them.
     """
     problems: list[Problem] = []
-    job = JobConfig()
+    job = _config_class(titan)()
     _fill(job, titan, "titan", problems)
     if problems:
         raise ConfigError(problems)
     return job
+
+
+def _config_class(titan: Mapping[str, object]) -> type[JobConfig]:
+    """torchtitan's JobConfig, merged with the one of `job.custom_config_module` as its own parser does it."""
+    section = titan.get("job")
+    module = section.get("custom_config_module") if isinstance(section, Mapping) else None
+    if not module:
+        return JobConfig
+    own = importlib.import_module(str(module)).JobConfig
+    return cast("type[JobConfig]", ConfigManager._merge_configs(JobConfig, own))
 
 
 def device_in_use() -> str:

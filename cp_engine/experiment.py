@@ -1,0 +1,145 @@
+"""A translation as the text of an experiment, and as a report for a reader."""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.toml_translation import DEFAULT, Translation
+
+COLUMN = 60
+"""Where comments begin."""
+ORDER = ("cp", "datasets", "titan", "translate")
+INTERPOLATION = re.compile(r"(\\*)\$\{")
+
+
+def text(translation: Translation, name: str = "NAME") -> str:
+    """The YAML file of an experiment; the same translation gives the same bytes.
+
+    Args:
+        translation: of a TOML.
+        name: of the experiment, for its launch line.
+    """
+    lines = [
+        "# @package _global_",
+        f"# Translated from {Path(translation.path).name}, a file of {translation.generation}.",
+    ]
+    for note in translation.notes:
+        lines += textwrap.wrap(note, 130, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+    lines += [f"# Launch: python launch.py experiment={name}", "defaults:"]
+    for group, (option, where) in translation.choices.items():
+        lines.append(_with_comment(f"  - override /{group}: {_scalar(option)}", where))
+    lines.append("  - _self_")
+    tree: dict[str, object] = {
+        name: {} for name in ORDER if any(k.startswith(f"{name}.") for k in translation.settings)
+    }
+    for key, (value, where) in translation.settings.items():
+        *sections, last = key.split(".")
+        node = tree
+        for section in sections:
+            child = node.setdefault(section, {})
+            assert isinstance(child, dict)
+            node = child
+        node[last] = (escaped(value), where)
+    return "\n".join([*lines, *_tree(tree, "")]) + "\n"
+
+
+def _tree(node: Mapping[str, object], indent: str) -> list[str]:
+    lines = []
+    for name, child in node.items():
+        if isinstance(child, tuple):
+            value, where = child
+            lines.append(_with_comment(f"{indent}{_scalar(name)}: {_scalar(value)}", where))
+        else:
+            assert isinstance(child, Mapping)
+            lines += [f"{indent}{_scalar(name)}:", *_tree(child, f"{indent}  ")]
+    return lines
+
+
+def _with_comment(line: str, comment: str) -> str:
+    return f"{line:<{COLUMN - 2}}  # {comment}"
+
+
+def _scalar(value: object) -> str:
+    """One value, on one line."""
+    written: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return written.removesuffix("\n").removesuffix("\n...").strip()
+
+
+def escaped(value: object) -> object:
+    """A value that OmegaConf reads as it is written: `${` would begin an interpolation."""
+    if isinstance(value, str):
+        return INTERPOLATION.sub(lambda match: match.group(1) * 2 + "\\${", value)
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: escaped(item) for key, item in value.items()}
+    return value
+
+
+def summary(translation: Translation) -> str:
+    """Two lines about a file and its keys, and its notes."""
+    count = translation.count
+    kinds = [f"{count('mapped')} mapped", f"{count('passed through')} passed through"]
+    total = len(translation.rows) - count("defaulted")
+    chosen = " ".join(f"{group}={option}" for group, (option, _) in translation.choices.items())
+    lines = [
+        f"toml       {translation.path}: {translation.generation}, {total} keys: {', '.join(kinds)}; {count('defaulted')} defaulted",
+        f"           asks for {chosen}",
+    ]
+    for note in translation.notes:
+        lines += textwrap.wrap(note, 120, initial_indent="           ", subsequent_indent="           ")
+    return "\n".join(lines)
+
+
+def report(translation: Translation) -> str:
+    """Every key of the file and what became of it."""
+    titles = {
+        "mapped": "mapped: decided by a group, written under another name, or not needed",
+        "passed through": "passed through: the same key below titan",
+        "defaulted": "defaulted: not in the file; torchtitan's default, where conf/config.yaml has another value",
+    }
+    width = min(64, max((len(_assigned(row.key, row.value)) for row in translation.rows), default=0))
+    lines = [summary(translation)]
+    for became, title in titles.items():
+        rows = [row for row in translation.rows if row.became == became]
+        lines += ["", f"{title} ({len(rows)})"]
+        for row in rows:
+            where = "" if row.where == DEFAULT else row.where
+            target = f" -> {row.target}" if became == "mapped" and row.target else ""
+            why = f"   {row.why}" if row.why else ""
+            lines.append(f"  {where:<9} {_assigned(row.key, row.value):<{width}}{target}{why}".rstrip())
+    return "\n".join(lines)
+
+
+def _assigned(key: str, value: object) -> str:
+    shown = _scalar(value)
+    return f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def write(content: str, out: str, *, is_forced: bool) -> None:
+    """Writes a file whole or not at all.
+
+    Args:
+        content: of the file.
+        out: its path.
+        is_forced: replace a file that is there.
+
+    Raises:
+        ConfigError: the file is there, or cannot be written.
+    """
+    path = Path(out)
+    if path.exists() and not is_forced:
+        what, tries = f"{out} is there already", ("translate.force=true", "out=...")
+        raise ConfigError([Problem(key="out", what=what, tries=tries)])
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(content, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError([Problem(key="out", what=f"{out} cannot be written: {error.strerror}")]) from error

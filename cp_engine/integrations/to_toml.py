@@ -1,0 +1,155 @@
+"""The TOML that torchtitan or torchtitan-npu needs for a configuration, where its keys can say the same."""
+
+import json
+from collections.abc import Iterator, Mapping
+
+from cp_engine import data, job
+from cp_engine.compose import compose, conf_dir
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.toml_rules import Rules
+from cp_engine.keys import CONFIG_MODULE, lookup, titan_table, value_of
+from cp_engine.schema import degree_of
+
+FREE = ("name", "degree", "mesh", "layout")
+"""Keys of a composition in which it may differ from the preset that a TOML asks for."""
+
+
+def toml_text(config: Mapping[str, object]) -> str:
+    """The text of the file.
+
+    Args:
+        config: the composed configuration.
+
+    Raises:
+        ConfigError: everything that no key of torchtitan or torchtitan-npu says.
+    """
+    problems = [*job.mask_problems(config), *job.shape_problems(config)]
+    keys = _titan_keys(config)
+    rules, cp = Rules(conf_dir()), config["cp"]
+    assert isinstance(cp, Mapping)
+    try:
+        degree = degree_of(cp)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    asked, more = _asked(rules, cp, keys, degree)
+    problems += more
+    dataset = data.dataset_of(config)
+    if dataset is None:
+        what = "is read byte by byte from files of this project's kind, and torchtitan reads its own data sets"
+        problems.append(Problem(key="data", what=what, tries=("data=c4_test", "data=c4")))
+    else:
+        places = {"training.dataset_path": "path", "model.hf_assets_path": "tokenizer"}
+        asked |= {"training.dataset": dataset}
+        asked |= {key: at for key, name in places.items() if (at := data.place_of(config, dataset, name)) is not None}
+    keys = {**asked, **{key: value for key, value in keys.items() if key not in asked}}
+    for key, value in keys.items():
+        if value is None:
+            default = titan_table(config)[key]["default"]
+            problems.append(
+                Problem(key=f"titan.{key}", what=f"is null, which a TOML cannot say; the default is {default}")
+            )
+    if problems:
+        raise ConfigError(problems)
+    program = "torchtitan-npu 0.2.2" if CONFIG_MODULE.removeprefix("titan.") in asked else "torchtitan 0.2.2"
+    return "\n".join([f"# cp={cp['name']} on {degree} ranks, as a file of {program}.", *_sections(keys)]) + "\n"
+
+
+def _titan_keys(config: Mapping[str, object]) -> dict[str, object]:
+    """What differs from torchtitan's defaults, and the model."""
+    table = titan_table(config)
+    keys = {key: value_of(config, f"titan.{key}") for key in table}
+    return {
+        key: value
+        for key, value in keys.items()
+        if value != table[key]["default"] or key in ("model.name", "model.flavor")
+    }
+
+
+def _asked(
+    rules: Rules, cp: Mapping[str, object], keys: Mapping[str, object], degree: int
+) -> tuple[dict[str, object], list[Problem]]:
+    """The keys that ask for a composition, and what is wrong with it."""
+    presets = [preset for preset in rules.presets if _is_like(cp, compose(preset))]
+    if not presets:
+        near = [(preset, _differences(cp, compose(preset))) for preset in rules.presets if preset == cp.get("name")]
+        details = [("differs", f"{', '.join(keys)} from {preset} as shipped") for preset, keys in near]
+        what = f"{cp.get('name')} is no composition that a TOML can ask for"
+        allowed = ("allowed", ", ".join(rules.presets))
+        return {}, [Problem(key="cp", what=what, details=(*details, allowed))]
+    rows = [row for preset in presets for row in rules.asking_for(preset)]
+    fitting = [row for row in rows if all(keys.get(key) == value for key, value in _fixed(row) if key == "model.name")]
+    if not fitting:
+        models = sorted({str(value) for row in rows for key, value in _fixed(row) if key == "model.name"})
+        what = f"{presets[0]} is known there for {', '.join(models)} only, not for {keys['model.name']}"
+        return {}, [Problem(key="cp", what=what, tries=tuple(f"model={name}" for name in models))]
+    row = fitting[0]
+    asked: dict[str, object] = {}
+    for key, value in _fixed(row):
+        if isinstance(value, Mapping):
+            now = keys.get(key)
+            assert isinstance(now, list | None)
+            asked[key] = [*dict.fromkeys([*(now or []), value["has"]])]
+        elif key != "model.name":
+            asked[key] = value
+    asked["parallelism.context_parallel_degree"] = degree
+    layout = lookup({"cp": cp}, "cp.layout.kind")
+    key, choices = rules.balancers
+    wanted = row.get("layout")
+    if degree > 1 and wanted is not None and layout != wanted:
+        what = f"is {layout}, and torchtitan-npu cuts the sequence {wanted} whatever the file says"
+        return {}, [Problem(key="cp.layout", what=what, tries=(f"layout@cp.layout={wanted}",))]
+    if degree > 1 and wanted is None:
+        named = [name for name, kind in choices.items() if kind == layout and name not in ("none", "None")]
+        default = titan_table({"titan": {"job": {"custom_config_module": asked.get("job.custom_config_module", "")}}})
+        if not named or (named == [None] and default[key]["default"] is not None):
+            what = f"is {layout}, which the file cannot ask for: {key} has no word for it in TOML"
+            tries = tuple(
+                f"layout@cp.layout={kind}" for name, kind in choices.items() if name not in (None, "none", "None")
+            )
+            return {}, [Problem(key="cp.layout", what=what, tries=tries)]
+        if named[0] is not None:
+            asked[key] = named[0]
+    return asked, []
+
+
+def _fixed(row: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The conditions of a rule that a file can be made to meet."""
+    when = row["when"]
+    assert isinstance(when, Mapping)
+    yield from when.items()
+
+
+def _is_like(cp: Mapping[str, object], preset: Mapping[str, object]) -> bool:
+    return not _differences(cp, preset)
+
+
+def _differences(cp: Mapping[str, object], preset: Mapping[str, object]) -> list[str]:
+    """Keys of a composition with another value than the preset's; layouts may differ in their kind."""
+    found = [f"cp.{key}" for key in {**cp, **preset} if key not in FREE and cp.get(key) != preset.get(key)]
+    over = [lookup({"cp": node}, "cp.layout.over") for node in (cp, preset)]
+    return found + (["cp.layout.over"] if over[0] != over[1] else [])
+
+
+def _sections(keys: Mapping[str, object]) -> Iterator[str]:
+    """`[section]` and its keys, the sections in torchtitan's order."""
+    order = {key.rpartition(".")[0]: i for i, key in reversed(list(enumerate(titan_table())))}
+    names = sorted({key.rpartition(".")[0] for key in keys}, key=lambda name: order.get(name, len(order)))
+    for name in names:
+        yield from ("", f"[{name}]")
+        for key, value in keys.items():
+            section, _, last = key.rpartition(".")
+            if section == name:
+                yield f"{last} = {_value(value)}"
+
+
+def _value(value: object) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {_value(item)}" for key, item in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,130 @@
+"""A TOML file with the line of each key, and every fault of its text at once."""
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cp_engine.errors import ConfigError, Problem
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
+HEADER = re.compile(rf"\s*(\[\[?)\s*({NAME}(?:\s*\.\s*{NAME})*)\s*\]\]?\s*(?:#.*)?$")
+PAIR = re.compile(rf"\s*({NAME}(?:\s*\.\s*{NAME})*)\s*=")
+AT_LINE = re.compile(r" \(at line (\d+), column \d+\)")
+MULTILINE = ('"""', "'''")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TomlFile:
+    """What a TOML file says.
+
+    Args:
+        path: as the user named it.
+        values: sections and their keys, as parsed.
+        lines: the line of each dotted key, counted from 1.
+        problems: faults of the text; what is on their lines is not in `values`.
+    """
+
+    path: str
+    values: Mapping[str, object]
+    lines: Mapping[str, int]
+    problems: tuple[Problem, ...] = ()
+
+    def at(self, key: str) -> str:
+        """Where a key is written, for a reader."""
+        return f"line {self.lines[key]}" if key in self.lines else "in the file"
+
+
+def read_toml(path: str) -> TomlFile:
+    """Reads a file; a fault on a line of its own does not hide the rest.
+
+    Args:
+        path: of the file, from the folder that the command runs in.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, it is empty, or nothing can be told about the rest of it.
+    """
+    text = _text(path)
+    lines = text.splitlines()
+    found = list(_keys(lines))
+    first: dict[str, int] = {}
+    problems = []
+    for key, number in found:
+        if key in first:
+            what = f"is written twice, in line {first[key]} and in line {number}"
+            problems.append(Problem(key=key, what=what, details=(("rule", "a TOML key has one value"),)))
+            lines[number - 1] = ""
+        first.setdefault(key, number)
+    while True:
+        try:
+            values = tomllib.loads("\n".join(lines) + "\n")
+            return TomlFile(path=path, values=values, lines=first, problems=tuple(problems))
+        except tomllib.TOMLDecodeError as error:
+            problem, at = _fault(error, lines)
+            problems.append(problem)
+            if at is None:  # what follows may belong to another section
+                raise ConfigError(problems, source=path) from error
+            lines[at - 1] = ""
+
+
+def _text(path: str) -> str:
+    def refused(what: str, *details: tuple[str, str]) -> ConfigError:
+        return ConfigError([Problem(key="toml", what=what, details=details)], source=path)
+
+    if Path(path).suffix == ".py":
+        rule = (
+            "rule",
+            "torchtitan's Python configurations (0.3 and later) are programs; only TOML files are translated",
+        )
+        raise refused("is a Python file", rule)
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise refused(f"there is no file {path}", ("from", str(Path.cwd()))) from error
+    except UnicodeDecodeError as error:
+        raise refused(f"is not text in UTF-8: {error.reason} at byte {error.start}") from error
+    except (OSError, ValueError) as error:
+        raise refused(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not any(line.strip() and not line.strip().startswith("#") for line in text.splitlines()):
+        raise refused("is empty", ("rule", "a file of a training names at least its model"))
+    return text
+
+
+def _keys(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of every `key = value`; keys inside arrays of tables are left out."""
+    section: str | None = ""
+    closing = ""
+    for number, line in enumerate(lines, 1):
+        if closing:
+            closing = "" if closing in line else closing
+            continue
+        if header := HEADER.match(line):
+            section = _dotted(header.group(2)) + "." if header.group(1) == "[" else None
+        elif pair := PAIR.match(line):
+            if section is not None:
+                yield section + _dotted(pair.group(1)), number
+            closing = next((mark for mark in MULTILINE if line.count(mark) == 1), "")
+
+
+def _dotted(name: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in re.findall(NAME, name))
+
+
+def _fault(error: tomllib.TOMLDecodeError, lines: list[str]) -> tuple[Problem, int | None]:
+    """The problem, and the line if it can be left out without changing what the others mean."""
+    match = AT_LINE.search(str(error))
+    number = int(match.group(1)) if match else None
+    key = f"line {number}" if number is not None else "toml"
+    if number is None or number > len(lines):
+        return Problem(key=key, what=f"is not TOML: {error}"), None
+    what = f"is not TOML: {AT_LINE.sub('', str(error)).lower()}"
+    problem = Problem(key=key, what=what, details=(("text", lines[number - 1].strip()),))
+    line = lines[number - 1]
+    is_alone = PAIR.match(line) and not any(mark in line for mark in MULTILINE) and line.count("[") == line.count("]")
+    return problem, number if is_alone else None

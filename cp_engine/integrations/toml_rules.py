@@ -1,0 +1,122 @@
+"""The rules of conf/torchtitan.yaml: which preset the keys of a TOML ask for. Presets are named there and nowhere else."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+Values = Callable[[str], object]
+"""The value of a dotted key, defaults included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed:
+    """What the rules decided.
+
+    Args:
+        preset: the name of a preset; empty where the rule refuses.
+        layout: of the sequence; empty leaves the preset's own.
+        why: the reason, for a reader.
+        better: a preset that would do better; empty for none.
+        refusal: (key, what, what to write instead) of a rule that refuses.
+    """
+
+    preset: str = ""
+    layout: str = ""
+    why: str = ""
+    better: str = ""
+    refusal: tuple[str, str, str] | None = None
+
+
+class Rules:
+    """The rules, as read.
+
+    Args:
+        folder: the shipped configuration folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._data = yaml.safe_load((folder / "torchtitan.yaml").read_text(encoding="utf-8"))
+
+    @property
+    def retired(self) -> Mapping[str, object]:
+        """Older keys: a new name, or a mapping with `gone` or `refuse` and the reason."""
+        return self._table("retired")
+
+    @property
+    def modules(self) -> Mapping[str, object]:
+        """Other names of known config modules."""
+        return self._table("modules")
+
+    @property
+    def npu_converters(self) -> tuple[str, ...]:
+        """Model converters that call Ascend operators."""
+        return tuple(self._data["npu_converters"])
+
+    def older_keys(self, module: str) -> Mapping[str, dict[str, object]]:
+        """Keys that a config module had once."""
+        table: Mapping[str, dict[str, object]] = self._data["older_keys"].get(module, {})
+        return table
+
+    def generation(self, values: Values) -> str:
+        """Which program and version a file is written for."""
+        return str(next(self._holding("generations", values))["name"])
+
+    def notes(self, values: Values) -> list[str]:
+        """What a reader should know."""
+        return [str(row["say"]) for row in self._holding("notes", values)]
+
+    def composed(self, values: Values) -> Composed:
+        """The preset and the layout that a file asks for."""
+        row = next(self._holding("compositions", values))
+        if "refuse" in row:
+            key = str(row.get("key", "model.name"))
+            return Composed(refusal=(key, str(row["refuse"]), str(row.get("try", ""))))
+        layout = str(row.get("layout", ""))
+        key, choices = self.balancers
+        if not layout and int(str(values("parallelism.context_parallel_degree"))) > 1:
+            layout = str(choices[values(key)])
+        return Composed(preset=str(row["cp"]), layout=layout, why=str(row["why"]), better=str(row.get("better", "")))
+
+    @property
+    def balancers(self) -> tuple[str, Mapping[object, object]]:
+        """The key of the load balancer, and the layout of each."""
+        return self._data["layouts"]["key"], self._data["layouts"]["choices"]
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """The presets that a TOML can ask for."""
+        return tuple(dict.fromkeys(row["cp"] for row in self._data["compositions"] if "cp" in row))
+
+    def asking_for(self, preset: str) -> Iterator[Mapping[str, object]]:
+        """The rows that ask for a preset in today's keys, and for which it is the best choice."""
+        for row in self._data["compositions"]:
+            conditions = [c for c in row["when"].values() if isinstance(c, Mapping)]
+            if row.get("cp") == preset and "better" not in row and all("has" in condition for condition in conditions):
+                yield row
+
+    def _table(self, name: str) -> Mapping[str, object]:
+        table: Mapping[str, object] = self._data[name]
+        return table
+
+    def _holding(self, name: str, values: Values) -> Iterator[Mapping[str, object]]:
+        yield from (row for row in self._data[name] if _holds(row["when"], values))
+
+
+def _holds(when: Mapping[str, object], values: Values) -> bool:
+    return all(_is_so(condition, values(key)) for key, condition in when.items())
+
+
+def _is_so(condition: object, value: object) -> bool:
+    if not isinstance(condition, Mapping):
+        return value == condition
+    ((kind, wanted),) = condition.items()
+    tests: dict[str, Callable[[], bool]] = {
+        "has": lambda: isinstance(value, list) and wanted in value,
+        "lacks": lambda: not (isinstance(value, list) and wanted in value),
+        "ends": lambda: isinstance(value, str) and value.endswith(str(wanted)),
+        "is_set": lambda: (value not in (None, "")) is wanted,
+        "above": lambda: isinstance(value, int) and value > int(str(wanted)),
+    }
+    return tests[kind]()

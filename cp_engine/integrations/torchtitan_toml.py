@@ -1,0 +1,321 @@
+"""A torchtitan or torchtitan-npu TOML as choices of groups and values of keys; nothing of it is dropped without being named."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from cp_engine.compose import compose
+from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.integrations.config_modules import imported_table
+from cp_engine.integrations.toml_file import TomlFile
+from cp_engine.integrations.toml_rules import Composed, Rules
+from cp_engine.integrations.toml_translation import (
+    COMMAND_LINE,
+    DEFAULT,
+    Asked,
+    Row,
+    Translation,
+    option,
+    option_with,
+    options,
+)
+from cp_engine.keys import module_tables, shape_table, titan_table, type_matches, type_problem, unknown_key
+
+MODULE = "job.custom_config_module"
+DEGREE = "parallelism.context_parallel_degree"
+CONVERTERS = "model.converters"
+OF_TEXT = {"training.dataset_path": "path", "model.hf_assets_path": "tokenizer"}
+"""Keys of a data set -> where it is written, so that another choice of `data` leaves them without effect."""
+IN_HF = ("checkpoint.initial_load_in_hf", "checkpoint.last_save_in_hf")
+"""Where one of these is true, model.hf_assets_path also names a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """A key of the file under its present name."""
+
+    written: str
+    value: object
+    where: str
+
+
+def translate(file: TomlFile, asked: Asked) -> Translation:
+    """Translates a file.
+
+    Args:
+        file: as read.
+        asked: what the command line says.
+
+    Raises:
+        ConfigError: every problem of the file.
+    """
+    made = _Translator(file, asked)
+    made.run()
+    if made.problems:
+        raise ConfigError(made.problems, source=file.path)
+    return made.result
+
+
+class _Translator:
+    def __init__(self, file: TomlFile, asked: Asked) -> None:
+        self.file, self.asked = file, asked
+        self.rules = Rules(asked.folders[-1])
+        self.problems = list(file.problems)
+        self.result = Translation(path=file.path)
+        self.keys: dict[str, _Key] = {}
+        self.table: dict[str, dict[str, object]] = {}
+
+    def run(self) -> None:
+        leaves = list(_leaves(self.file.values, {**titan_table(), **_all_modules()}))
+        for key, value in leaves:
+            self._rename(key, value)
+        for key, value in self.asked.values.items():
+            if key in self.keys:
+                self._row(self.keys[key], "mapped", "", "the command line sets it")
+            self.keys[key] = _Key(key, value, COMMAND_LINE)
+        self.table = {**titan_table(), **self._module_table()}
+        for key in list(self.keys):
+            self._check(key)
+        older = any(key in self.rules.retired for key, _ in leaves)
+        self.result.generation = self.rules.generation(lambda key: older if key == "older" else self.value(key))
+        composed = self._composed()
+        self._choose_model()
+        text = self._choose_text()
+        if self.problems:
+            return
+        self._compose(composed)
+        self._choose_mask()
+        self.result.notes += self.rules.notes(self.value)
+        for key, entry in self.keys.items():
+            self._write(key, entry, text)
+        self._defaults(text)
+        for name in ("trust_modules", "drop_npu_converters"):
+            if getattr(self.asked, name):
+                self.result.settings[f"translate.{name}"] = (True, COMMAND_LINE)
+        self.result.overridden = tuple(key for key in self.asked.values if f"titan.{key}" not in self.result.settings)
+
+    def value(self, key: str) -> object:
+        """Of the command line, else of the file, else torchtitan's default; the model's name of the chosen option."""
+        if key == "model.name" and self.asked.model is not None:
+            return option(self.asked.folders, "model", self.asked.model).get("name")
+        if key in self.keys:
+            return self.keys[key].value
+        return self.table.get(key, {}).get("default")
+
+    def _rename(self, key: str, value: object) -> None:
+        now, where = self.rules.retired.get(key, key), self.file.at(key)
+        if isinstance(now, Mapping) and "gone" in now:
+            self._row(_Key(key, value, where), "mapped", "", str(now["gone"]))
+        elif isinstance(now, Mapping):
+            rule = ("rule", str(now["refuse"]))
+            self.problems.append(Problem(key=key, what="is retired", details=(("at", where), rule)))
+        elif str(now) in self.keys:
+            both = self.keys[str(now)]
+            what = f"and {both.written} ({both.where}) are the same key, retired and present"
+            self.problems.append(Problem(key=key, what=what, details=(("at", where),), tries=(f"only {now}",)))
+        else:
+            self.keys[str(now)] = _Key(key, value, where)
+
+    def _module_table(self) -> Mapping[str, dict[str, object]]:
+        """The further keys of the config module that the file names."""
+        entry = self.keys.get(MODULE)
+        if entry is None or not isinstance(entry.value, str) or not entry.value:
+            return {}
+        module = str(self.rules.modules.get(entry.value, entry.value))
+        self.keys[MODULE] = _Key(entry.written, module, entry.where)
+        if module in module_tables():
+            return {**module_tables()[module], **self.rules.older_keys(module)}
+        if not self.asked.trust_modules:
+            rule = (
+                "rule",
+                "torchtitan would import and run it; it is imported here only when you say that you trust it",
+            )
+            details = (("at", entry.where), rule, ("known", ", ".join(module_tables())))
+            what = f"'{module}' is not a module whose keys are known"
+            tries = ("translate.trust_modules=true",)
+            self.problems.append(Problem(key=entry.written, what=what, details=details, tries=tries))
+            return {}
+        try:
+            return imported_table(module)
+        except ConfigError as error:
+            self.problems += error.problems
+            return {}
+
+    def _check(self, key: str) -> None:
+        """Name and type of a key."""
+        entry, known = self.keys[key], {name: str(row["type"]) for name, row in self.table.items()}
+        at = ("at", entry.where)
+        if key in known:
+            if type_matches(entry.value, known[key]):
+                return
+            problem = type_problem(entry.written, entry.value, known[key])
+        elif modules := [
+            name for name, table in module_tables().items() if key in {**table, **self.rules.older_keys(name)}
+        ]:
+            tries = tuple(f'[job] custom_config_module = "{name}"' for name in modules)
+            what = "is a key of a config module, and the file names none that has it"
+            problem = Problem(key=entry.written, what=what, tries=tries)
+        else:
+            problem = unknown_key(entry.written, known, elsewhere=())
+        tries = tuple(_as_toml(line) for line in problem.tries)
+        self.problems.append(Problem(key=entry.written, what=problem.what, details=(at, *problem.details), tries=tries))
+
+    def _composed(self) -> Composed:
+        key, choices = self.rules.balancers
+        if self.value(key) not in choices:
+            near = suggest(str(self.value(key)), [name for name in choices if isinstance(name, str)])
+            allowed = ", ".join("null" if name is None else str(name) for name in choices)
+            tries = (f'{key} = "{near}"',) if near else ()
+            what = f"{self.value(key)!r} is no load balancer of torchtitan"
+            self.problems.append(Problem(key=key, what=what, details=(("allowed", allowed),), tries=tries))
+            return Composed()
+        if not isinstance(degree := self.value(DEGREE), int) or isinstance(degree, bool) or degree < 1:
+            if isinstance(degree, int):
+                self.problems.append(Problem(key=DEGREE, what=f"is {degree}, less than 1"))
+            return Composed()
+        composed = self.rules.composed(self.value)
+        if composed.refusal is not None:
+            key, what, instead = composed.refusal
+            where = (("at", self.keys[key].where),) if key in self.keys else ()
+            what = f"{self.value(key)!r} {what}"
+            self.problems.append(Problem(key=key, what=what, details=where, tries=(instead,) if instead else ()))
+        return composed
+
+    def _choose_model(self) -> None:
+        name = self.value("model.name")
+        found = option_with(self.asked.folders, "model", "name", name)
+        if found is None:
+            self._no_option("model", "model.name", name, "name")
+        elif self.asked.model is None:
+            self.result.choices["model"] = (found, self._whence("model.name"))
+
+    def _choose_text(self) -> str:
+        """The data set, which is an option of the group `data`."""
+        name = self.value("training.dataset")
+        found = option_with(self.asked.folders, "data", "dataset", name)
+        if found is None:
+            self._no_option("data", "training.dataset", name, "dataset")
+        else:
+            self.result.choices["data"] = (found, self._whence("training.dataset"))
+        return str(name)
+
+    def _no_option(self, group: str, key: str, name: object, field_name: str) -> None:
+        if any(problem.key == key for problem in self.problems):
+            return
+        known = sorted(str(row[field_name]) for _, row in options(self.asked.folders, group) if row.get(field_name))
+        near = suggest(str(name), known)
+        rule = ("rule", f"each is a file of the group {group}; yours is found with --config-dir")
+        details = (("at", self._whence(key)), ("allowed", ", ".join(known)), rule)
+        tries = (*((f'{key} = "{near}"',) if near else ()), f"my_folder/{group}/{name}.yaml with {field_name}: {name}")
+        self.problems.append(
+            Problem(key=key, what=f"{name!r} has no file in conf/{group}", details=details, tries=tries)
+        )
+
+    def _compose(self, composed: Composed) -> None:
+        degree = int(str(self.value(DEGREE)))
+        whence = self._whence(DEGREE)
+        self.result.choices["cp"] = (composed.preset, f"{DEGREE} = {degree}, {whence}")
+        if degree > 1:
+            self.result.settings["cp.degree"] = (degree, whence)
+            own = compose(composed.preset)["layout"]
+            assert isinstance(own, Mapping)
+            if composed.layout != own["kind"]:
+                key, _ = self.rules.balancers
+                self.result.choices["layout@cp.layout"] = (
+                    composed.layout,
+                    f"{key}: {self.value(key)}, {self._whence(key)}",
+                )
+        self.result.notes.append(f"cp={composed.preset}: {composed.why}")
+        if composed.better:
+            self.result.notes.append(f"cp={composed.better} would do better for {self.value('model.name')}")
+
+    def _choose_mask(self) -> None:
+        name, flavor = str(self.value("model.name")), str(self.value("model.flavor"))
+        attention = shape_table().get(name, {}).get(flavor, {}).get("attention", "sdpa")
+        if attention != "sdpa":
+            why = f"{name} {flavor} attends with {attention}: the documents come with each batch"
+            self.result.choices["mask"] = ("document", why)
+
+    def _write(self, key: str, entry: _Key, text: str) -> None:
+        """One key: as a value of the same name, or as what it decides."""
+        settings = self.result.settings
+        decided = {DEGREE, self.rules.balancers[0], "parallelism.context_parallel_rotate_method"}
+        if key in decided or key in (
+            "parallelism.enable_custom_context_parallel",
+            "parallelism.custom_context_parallel_path",
+        ):
+            self._row(entry, "mapped", f"cp={self.result.choices['cp'][0]}")
+        elif key == "model.name":
+            self._row(entry, "mapped", f"model={option_with(self.asked.folders, 'model', 'name', entry.value)}")
+        elif key == "training.dataset":
+            self._row(entry, "mapped", f"data={self.result.choices['data'][0]}")
+        elif key in OF_TEXT and not (key == "model.hf_assets_path" and any(self.value(name) for name in IN_HF)):
+            target = f"datasets.{text}.{OF_TEXT[key]}"
+            settings[target] = (entry.value, entry.where)
+            self._row(entry, "mapped", target)
+        elif key == CONVERTERS and self.asked.drop_npu_converters and (dropped := self._npu_converters()):
+            assert isinstance(entry.value, list)
+            left = [name for name in entry.value if name not in dropped]
+            settings[f"titan.{key}"] = (left, f"{entry.where}, without {', '.join(dropped)}")
+            self._row(entry, "mapped", f"titan.{key}", f"without {', '.join(dropped)} (translate.drop_npu_converters)")
+            self.result.notes.append(f"dropped converters, which call Ascend operators: {', '.join(dropped)}")
+        elif key == MODULE and not self._needs_module():
+            self._row(entry, "mapped", "", "no key that only this module has is left, and no converter")
+        else:
+            renamed = f", as {entry.written}" if entry.written != key else ""
+            settings[f"titan.{key}"] = (entry.value, entry.where + renamed)
+            self._row(entry, "mapped" if renamed else "passed through", f"titan.{key}")
+
+    def _npu_converters(self) -> list[str]:
+        value = self.value(CONVERTERS)
+        return [name for name in value if name in self.rules.npu_converters] if isinstance(value, list) else []
+
+    def _needs_module(self) -> bool:
+        """Whether the run still needs the config module: for keys that torchtitan has not, or for converters."""
+        module = str(self.value(MODULE))
+        extra = set(self.table) - set(titan_table()) - set(self.rules.older_keys(module))
+        kept = {key for key in self.keys if key in extra and key != "parallelism.enable_custom_context_parallel"}
+        return bool(kept) or (bool(self._npu_converters()) and not self.asked.drop_npu_converters)
+
+    def _defaults(self, text: str) -> None:
+        """torchtitan's value of what the file leaves out and this project's own configuration sets to something else."""
+        shipped = yaml.safe_load((self.asked.folders[-1] / "config.yaml").read_text(encoding="utf-8"))["titan"]
+        chosen = self.asked.model or self.result.choices["model"][0]
+        model = {k: v for k, v in option(self.asked.folders, "model", chosen).items() if k != "name"}
+        own = dict(_leaves({**shipped, "model": model}, titan_table()))
+        own |= {"job.dump_folder": None, "metrics.disable_color_printing": None}  # set by a run
+        for key, value in own.items():
+            default = self.table[key]["default"]
+            if key not in self.keys and value != default and not (key == "model.flavor" and self.asked.model):
+                self.result.settings[f"titan.{key}"] = (default, DEFAULT)
+                self._row(_Key(key, default, DEFAULT), "defaulted", f"titan.{key}")
+
+    def _row(self, entry: _Key, became: str, target: str, why: str = "") -> None:
+        if entry.where != COMMAND_LINE:
+            self.result.rows.append(
+                Row(key=entry.written, value=entry.value, where=entry.where, became=became, target=target, why=why)
+            )
+
+    def _whence(self, key: str) -> str:
+        return self.keys[key].where if key in self.keys else DEFAULT
+
+
+def _leaves(node: Mapping[str, object], known: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys and values of nested tables; a table that is a key's value stays whole."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in known:
+            yield from _leaves(value, known, f"{key}.")
+        else:
+            yield key, value
+
+
+def _all_modules() -> dict[str, object]:
+    return {key: row for table in module_tables().values() for key, row in table.items()}
+
+
+def _as_toml(line: str) -> str:
+    """`section.key=value`, as a TOML writes it."""
+    key, sign, value = line.strip('"').partition("=")
+    return f"{key} = {value}" if sign and " = " not in line else line

@@ -1,0 +1,169 @@
+"""`toml=FILE` on the command line: translated before Hydra composes, so that every other argument wins over the file."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from cp_engine import experiment
+from cp_engine.compose import conf_dir
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.toml_file import read_toml
+from cp_engine.integrations.toml_translation import Asked, Translation
+from cp_engine.integrations.torchtitan_toml import translate
+from cp_engine.keys import known_keys, titan_table, unknown_key
+
+GROUP, OPTION = "translated", "toml"
+"""Where Hydra finds a translation."""
+FLAG = re.compile(r"--(?P<key>[a-z_]+\.[\w.-]+)(?:=(?P<value>.*))?", re.DOTALL)
+OTHER_PLACES = {  # torchtitan's flag -> what says the same here
+    "job.config_file": "toml",
+    "parallelism.context_parallel_degree": "cp.degree",
+    "model.name": "model",
+    "training.dataset": "data",
+}
+
+
+def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translation | None:
+    """The translation of the TOML that a command line names.
+
+    Args:
+        arguments: as typed.
+        config_dir: the user's configuration folder, if any.
+
+    Returns:
+        None without `toml=`.
+
+    Raises:
+        ConfigError: every problem of the file, and what a translation cannot take from the command line.
+    """
+    path = path_of(arguments)
+    if path is None:
+        return None
+    said = {override.key_or_group: override for override in _overrides(arguments)}
+    values = {key.removeprefix("titan."): o.value() for key, o in said.items() if key.startswith("titan.")}
+    folders = (*([Path(config_dir)] if config_dir else []), conf_dir())
+
+    def flag(name: str) -> bool:
+        return f"translate.{name}" in said and said[f"translate.{name}"].value() is True
+
+    asked = Asked(
+        values=values,
+        model=str(said["model"].value()) if "model" in said else None,
+        folders=folders,
+        trust_modules=flag("trust_modules"),
+        drop_npu_converters=flag("drop_npu_converters"),
+    )
+    return translate(read_toml(path), asked)
+
+
+def path_of(arguments: Sequence[str], key: str = "toml") -> str | None:
+    """The value of the last `key=path`; any characters, quoted or not; None without one, and for null."""
+    given = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
+    if not given:
+        return None
+    parsed = _parsed(f"{key}={given[-1]}")
+    value = given[-1] if parsed is None or parsed.is_sweep_override() else parsed.value()
+    return value if isinstance(value, str) or value is None else given[-1]
+
+
+@contextmanager
+def registered(translation: Translation | None) -> Iterator[None]:
+    """Lets Hydra find a translation, for the time of one command."""
+    if translation is None:
+        yield
+        return
+    store = ConfigStore.instance()
+    store.store(group=GROUP, name=OPTION, package="_global_", node=OmegaConf.create(experiment.text(translation)))
+    try:
+        yield
+    finally:
+        del store.repo[GROUP]
+
+
+def for_hydra(arguments: Sequence[str], translation: Translation | None) -> list[str]:
+    """The arguments with paths quoted, the translation chosen, and without what it used up."""
+    used = {f"titan.{key}" for key in translation.overridden} if translation is not None else set()
+    paths = {key: path for key in ("toml", "out") if (path := path_of(arguments, key)) is not None}
+    result = [a for a in arguments if a.partition("=")[0].lstrip("+") not in (*used, *paths)]
+    result += [f"{key}={_quoted(path)}" for key, path in paths.items()]
+    return [*result, f"+{GROUP}={OPTION}"] if translation is not None else result
+
+
+def flag_problems(arguments: Sequence[str]) -> list[Problem]:
+    """torchtitan's spelling of flags, each with ours."""
+    problems = []
+    for i, argument in enumerate(arguments):
+        match = FLAG.fullmatch(argument)
+        if match is None:
+            continue
+        key, value = match.group("key").replace("-", "_"), match.group("value")
+        following = arguments[i + 1] if i + 1 < len(arguments) else None
+        if value is None and following is not None and not following.startswith("-") and "=" not in following:
+            value = following
+        section, _, last = key.rpartition(".")
+        if last.startswith("no_") and f"{section}.{last[3:]}" in titan_table():
+            key, value = f"{section}.{last[3:]}", "false"
+        problems.append(_flag_problem(argument, key, "true" if value is None else value))
+    return problems
+
+
+def _flag_problem(argument: str, key: str, value: str) -> Problem:
+    rule = ("rule", "torchtitan's keys are written below titan, as key=value")
+    if key not in titan_table():
+        problem = unknown_key(f"titan.{key}", known_keys(), value)
+        return Problem(key=argument, what=f"{problem.key}: unknown key", details=(rule,), tries=problem.tries)
+    name = OTHER_PLACES.get(key, f"titan.{key}")
+    shown = value if _parsed(f"{name}={value}") is not None else _quoted(value)
+    return Problem(
+        key=argument, what="is a flag of torchtitan's own program", details=(rule,), tries=(f"{name}={shown}",)
+    )
+
+
+def refuse_beside_translate(arguments: Sequence[str]) -> None:
+    """What a translation would not write down.
+
+    Raises:
+        ConfigError: groups and keys on the command line that belong to the run.
+    """
+
+    def is_for_translating(key: str) -> bool:
+        return key in ("mode", "toml", "out", "model") or key.startswith(("translate.", "titan.", "hydra."))
+
+    problems = []
+    for override in _overrides(arguments):
+        key = str(override.input_line).partition("=")[0].lstrip("+~")
+        if not is_for_translating(key):
+            rule = ("rule", "a translation says what the file says; give this to the run")
+            tries = (f"python launch.py experiment=... {override.input_line}",)
+            problems.append(Problem(key=key, what="would not be written", details=(rule,), tries=tries))
+    if problems:
+        raise ConfigError(problems, source="the command line")
+
+
+def _overrides(arguments: Sequence[str]) -> Iterator[Override]:
+    """The arguments that set one value; Hydra reports what it cannot read."""
+    for argument in arguments:
+        parsed = None if argument.startswith("-") or "=" not in argument else _parsed(argument)
+        if parsed is not None and not parsed.is_delete() and not parsed.is_sweep_override():
+            yield parsed
+
+
+def _parsed(argument: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _quoted(value: str) -> str:
+    """A value that Hydra's grammar takes as it is."""
+    escaped = re.sub(r"(\\*)'", lambda m: m.group(1) * 2 + "\\'", str(experiment.escaped(value)))
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f"'{escaped}{chr(92) * trailing}'"

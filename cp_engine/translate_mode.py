@@ -1,0 +1,64 @@
+"""`mode=translate`: a TOML becomes an experiment, or a configuration a TOML; the file is written whole or not at all."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cp_engine import experiment
+from cp_engine.compose import conf_dir
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.toml_translation import Translation
+from cp_engine.keys import key_problems
+
+SUFFIXES = {"experiment": ".yaml", "toml": ".toml"}
+
+
+def run(config: Mapping[str, object], translation: Translation | None) -> None:
+    """Writes the file that `out` names, or prints what it would hold.
+
+    Args:
+        config: the composed configuration.
+        translation: of the TOML that the command line names.
+
+    Raises:
+        ConfigError: keys that are wrong, a file that is there, or a configuration that no TOML can say.
+    """
+    settings = config["translate"]
+    assert isinstance(settings, Mapping)
+    problems = list(key_problems(config))
+    to, out = settings.get("to"), config.get("out")
+    if to == "experiment" and translation is None:
+        tries = ("toml=FILE", "translate.to=toml")
+        problems.append(Problem(key="toml", what="is null; a file is needed to translate from", tries=tries))
+    if isinstance(out, str) and to in SUFFIXES and Path(out).suffix != SUFFIXES[str(to)]:
+        named = (f"out={Path(out).with_suffix(SUFFIXES[str(to)])}",) if Path(out).name else ()
+        problems.append(Problem(key="out", what=f"{out!r} does not end in {SUFFIXES[str(to)]}", tries=named))
+    if problems:
+        raise ConfigError(problems)
+    if to == "toml":
+        from cp_engine.integrations.to_toml import toml_text
+
+        content, said = toml_text(config), ""
+    else:
+        assert translation is not None
+        name = Path(out).stem if isinstance(out, str) else "NAME"
+        content, said = experiment.text(translation, name), experiment.report(translation) + "\n"
+    if not isinstance(out, str):
+        print(content, end="")
+        print(said, file=sys.stderr, end="")
+        return
+    experiment.write(content, out, is_forced=settings["force"] is True)
+    print(f"{said}\nwrote {out}" if said else f"wrote {out}")
+    if to == "experiment":
+        print(f"run it: {_command(Path(out))}")
+
+
+def _command(out: Path) -> str:
+    """What runs the experiment."""
+    choice = f"experiment={out.stem}"
+    if out.parent.resolve() == (conf_dir() / "experiment").resolve():
+        return f"python launch.py {shlex.quote(choice)}"
+    if out.parent.name == "experiment":
+        return f"python launch.py --config-dir {shlex.quote(str(out.parent.parent))} {shlex.quote(choice)}"
+    return f"python launch.py --config-dir FOLDER {shlex.quote(choice)}, with the file in FOLDER/experiment"
