@@ -154,12 +154,7 @@ def _translation(arguments: Sequence[str]) -> "Translation | None":
 
     from cp_engine import toml_argument
 
-    flags = toml_argument.flag_problems(arguments)
-    if flags:
-        raise ConfigError(flags, source="the command line")
     parsed, _ = get_args_parser().parse_known_args(_together(arguments))
-    if "mode=translate" in arguments and "translate.to=toml" not in arguments:
-        toml_argument.refuse_beside_translate(arguments)
     return toml_argument.translation_of(arguments, parsed.config_dir)
 
 

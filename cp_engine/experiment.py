@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -12,6 +12,7 @@ from cp_engine.integrations.toml_translation import DEFAULT, Translation
 
 COLUMN = 60
 """Where comments begin."""
+SUFFIXES = {"experiment": ".yaml", "toml": ".toml"}
 ORDER = ("cp", "datasets", "titan", "translate")
 INTERPOLATION = re.compile(r"(\\*)\$\{")
 
@@ -120,26 +121,42 @@ def _assigned(key: str, value: object) -> str:
     return f"{key} = {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
-def write(content: str, out: str, *, is_forced: bool) -> None:
+def out_problems(out: str | None, *, to: str, is_forced: bool) -> Iterator[Problem]:
+    """What is wrong with the file that a translation is written to.
+
+    Args:
+        out: its path; None for the terminal.
+        to: `experiment` or `toml`.
+        is_forced: replace a file that is there.
+    """
+    suffix = SUFFIXES.get(to)
+    if out is None or suffix is None:
+        return
+    path = Path(out)
+    if not path.name or path.is_dir():
+        yield Problem(key="out", what=f"{out!r} is not the name of a file")
+    elif path.suffix != suffix:
+        yield Problem(key="out", what=f"{out!r} does not end in {suffix}", tries=(f"out={path.with_suffix(suffix)}",))
+    elif path.exists() and not is_forced:
+        what, tries = f"{out} is there already", ("translate.force=true", "out=...")
+        yield Problem(key="out", what=what, tries=tries)
+
+
+def write(content: str, out: str) -> None:
     """Writes a file whole or not at all.
 
     Args:
         content: of the file.
         out: its path.
-        is_forced: replace a file that is there.
 
     Raises:
-        ConfigError: the file is there, or cannot be written.
+        ConfigError: it cannot be written.
     """
     path = Path(out)
-    if path.exists() and not is_forced:
-        what, tries = f"{out} is there already", ("translate.force=true", "out=...")
-        raise ConfigError([Problem(key="out", what=what, tries=tries)])
     beside = path.with_name(f".{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(content, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError([Problem(key="out", what=f"{out} cannot be written: {error.strerror}")]) from error

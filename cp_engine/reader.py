@@ -105,7 +105,7 @@ class Reader:
                         "with one axis the degree sets it; with several the sizes are given and must multiply to it",
                     ),
                 ),
-                tries=(f"cp.degree={mesh.degree}", *(f"cp.mesh.{a}=..." for a in mesh.axes)),
+                tries=("cp.degree=null", *(f"cp.mesh.{a}=..." for a in mesh.axes)),
             )
         return mesh
 

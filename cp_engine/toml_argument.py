@@ -1,7 +1,7 @@
 """`toml=FILE` on the command line: translated before Hydra composes, so that every other argument wins over the file."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,26 +41,41 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
         None without `toml=`.
 
     Raises:
-        ConfigError: every problem of the file, and what a translation cannot take from the command line.
+        ConfigError: every problem of the file, flags of torchtitan's own program, and what a translation would not write.
     """
-    path = path_of(arguments)
-    if path is None:
-        return None
-    said = {override.key_or_group: override for override in _overrides(arguments)}
-    values = {key.removeprefix("titan."): o.value() for key, o in said.items() if key.startswith("titan.")}
-    folders = (*([Path(config_dir)] if config_dir else []), conf_dir())
+    path, said = path_of(arguments), {override.key_or_group: override for override in _overrides(arguments)}
+    problems, translation = flag_problems(arguments), None
+    if "mode=translate" in arguments:
+        problems += experiment.out_problems(
+            path_of(arguments, "out"),
+            to=_word(said, "translate.to", "experiment"),
+            is_forced=_flag(said, "translate.force"),
+        )
+        if path is not None and "translate.to=toml" not in arguments:
+            problems += _of_the_run(arguments)
+    if path is not None:
+        asked = Asked(
+            values={key.removeprefix("titan."): o.value() for key, o in said.items() if key.startswith("titan.")},
+            model=_word(said, "model", "") or None,
+            folders=(*([Path(config_dir)] if config_dir else []), conf_dir()),
+            trust_modules=_flag(said, "translate.trust_modules"),
+            drop_npu_converters=_flag(said, "translate.drop_npu_converters"),
+        )
+        try:
+            translation = translate(read_toml(path), asked)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems], source=error.source) from error
+    if problems:
+        raise ConfigError(problems, source="the command line")
+    return translation
 
-    def flag(name: str) -> bool:
-        return f"translate.{name}" in said and said[f"translate.{name}"].value() is True
 
-    asked = Asked(
-        values=values,
-        model=str(said["model"].value()) if "model" in said else None,
-        folders=folders,
-        trust_modules=flag("trust_modules"),
-        drop_npu_converters=flag("drop_npu_converters"),
-    )
-    return translate(read_toml(path), asked)
+def _word(said: Mapping[str, Override], key: str, otherwise: str) -> str:
+    return str(said[key].value()) if key in said else otherwise
+
+
+def _flag(said: Mapping[str, Override], key: str) -> bool:
+    return key in said and said[key].value() is True
 
 
 def path_of(arguments: Sequence[str], key: str = "toml") -> str | None:
@@ -126,25 +141,15 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
     )
 
 
-def refuse_beside_translate(arguments: Sequence[str]) -> None:
-    """What a translation would not write down.
-
-    Raises:
-        ConfigError: groups and keys on the command line that belong to the run.
-    """
-
-    def is_for_translating(key: str) -> bool:
-        return key in ("mode", "toml", "out", "model") or key.startswith(("translate.", "titan.", "hydra."))
-
-    problems = []
+def _of_the_run(arguments: Sequence[str]) -> Iterator[Problem]:
+    """Groups and keys on the command line that belong to the run: a translation would not write them."""
+    beside = ("mode", "toml", "out", "model")
     for override in _overrides(arguments):
         key = str(override.input_line).partition("=")[0].lstrip("+~")
-        if not is_for_translating(key):
+        if key not in beside and not key.startswith(("translate.", "titan.", "hydra.")):
             rule = ("rule", "a translation says what the file says; give this to the run")
             tries = (f"python launch.py experiment=... {override.input_line}",)
-            problems.append(Problem(key=key, what="would not be written", details=(rule,), tries=tries))
-    if problems:
-        raise ConfigError(problems, source="the command line")
+            yield Problem(key=key, what="would not be written", details=(rule,), tries=tries)
 
 
 def _overrides(arguments: Sequence[str]) -> Iterator[Override]:

@@ -11,8 +11,6 @@ from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_translation import Translation
 from cp_engine.keys import key_problems
 
-SUFFIXES = {"experiment": ".yaml", "toml": ".toml"}
-
 
 def run(config: Mapping[str, object], translation: Translation | None) -> None:
     """Writes the file that `out` names, or prints what it would hold.
@@ -31,9 +29,8 @@ def run(config: Mapping[str, object], translation: Translation | None) -> None:
     if to == "experiment" and translation is None:
         tries = ("toml=FILE", "translate.to=toml")
         problems.append(Problem(key="toml", what="is null; a file is needed to translate from", tries=tries))
-    if isinstance(out, str) and to in SUFFIXES and Path(out).suffix != SUFFIXES[str(to)]:
-        named = (f"out={Path(out).with_suffix(SUFFIXES[str(to)])}",) if Path(out).name else ()
-        problems.append(Problem(key="out", what=f"{out!r} does not end in {SUFFIXES[str(to)]}", tries=named))
+    written = str(out) if out is not None else None
+    problems += experiment.out_problems(written, to=str(to), is_forced=settings.get("force") is True)
     if problems:
         raise ConfigError(problems)
     if to == "toml":
@@ -48,7 +45,7 @@ def run(config: Mapping[str, object], translation: Translation | None) -> None:
         print(content, end="")
         print(said, file=sys.stderr, end="")
         return
-    experiment.write(content, out, is_forced=settings["force"] is True)
+    experiment.write(content, out)
     print(f"{said}\nwrote {out}" if said else f"wrote {out}")
     if to == "experiment":
         print(f"run it: {_command(Path(out))}")

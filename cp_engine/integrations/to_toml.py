@@ -125,9 +125,20 @@ def _is_like(cp: Mapping[str, object], preset: Mapping[str, object]) -> bool:
 
 def _differences(cp: Mapping[str, object], preset: Mapping[str, object]) -> list[str]:
     """Keys of a composition with another value than the preset's; layouts may differ in their kind."""
-    found = [f"cp.{key}" for key in {**cp, **preset} if key not in FREE and cp.get(key) != preset.get(key)]
-    over = [lookup({"cp": node}, "cp.layout.over") for node in (cp, preset)]
-    return found + (["cp.layout.over"] if over[0] != over[1] else [])
+    mine, its = ({key: value for key, value in _flat(node, "cp.") if _is_fixed(key)} for node in (cp, preset))
+    return [key for key in {**mine, **its} if key not in mine or key not in its or mine[key] != its[key]]
+
+
+def _is_fixed(key: str) -> bool:
+    return key == "cp.layout.over" or key.split(".")[1] not in FREE
+
+
+def _flat(node: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _sections(keys: Mapping[str, object]) -> Iterator[str]:

@@ -52,11 +52,10 @@ def read_toml(path: str) -> TomlFile:
     """
     text = _text(path)
     lines = text.splitlines()
-    found = list(_keys(lines))
     first: dict[str, int] = {}
     problems = []
-    for key, number in found:
-        if key in first:
+    for key, number, is_section in list(_keys(lines)):
+        if key in first and not is_section:
             what = f"is written twice, in line {first[key]} and in line {number}"
             problems.append(Problem(key=key, what=what, details=(("rule", "a TOML key has one value"),)))
             lines[number - 1] = ""
@@ -96,8 +95,8 @@ def _text(path: str) -> str:
     return text
 
 
-def _keys(lines: list[str]) -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of every `key = value`; keys inside arrays of tables are left out."""
+def _keys(lines: list[str]) -> Iterator[tuple[str, int, bool]]:
+    """(dotted key, line, whether it is a section); keys inside arrays of tables are left out."""
     section: str | None = ""
     closing = ""
     for number, line in enumerate(lines, 1):
@@ -106,9 +105,10 @@ def _keys(lines: list[str]) -> Iterator[tuple[str, int]]:
             continue
         if header := HEADER.match(line):
             section = _dotted(header.group(2)) + "." if header.group(1) == "[" else None
+            yield _dotted(header.group(2)), number, True
         elif pair := PAIR.match(line):
             if section is not None:
-                yield section + _dotted(pair.group(1)), number
+                yield section + _dotted(pair.group(1)), number, False
             closing = next((mark for mark in MULTILINE if line.count(mark) == 1), "")
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from typing import cast, get_type_hints
+from typing import get_type_hints
 
 import torch
 import torchtitan.components.validate
@@ -125,21 +125,14 @@ def job_config(titan: Mapping[str, object]) -> JobConfig:
         ConfigError: keys that torchtitan does not have, all of them.
     """
     problems: list[Problem] = []
-    job = _config_class(titan)()
+    job, section = JobConfig(), titan.get("job")
+    module = section.get("custom_config_module") if isinstance(section, Mapping) else None
+    if module:  # as torchtitan's own parser does it
+        job = ConfigManager._merge_configs(JobConfig, importlib.import_module(str(module)).JobConfig)()
     _fill(job, titan, "titan", problems)
     if problems:
         raise ConfigError(problems)
     return job
-
-
-def _config_class(titan: Mapping[str, object]) -> type[JobConfig]:
-    """torchtitan's JobConfig, merged with the one of `job.custom_config_module` as its own parser does it."""
-    section = titan.get("job")
-    module = section.get("custom_config_module") if isinstance(section, Mapping) else None
-    if not module:
-        return JobConfig
-    own = importlib.import_module(str(module)).JobConfig
-    return cast("type[JobConfig]", ConfigManager._merge_configs(JobConfig, own))
 
 
 def device_in_use() -> str:

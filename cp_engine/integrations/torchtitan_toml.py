@@ -1,7 +1,7 @@
 """A torchtitan or torchtitan-npu TOML as choices of groups and values of keys; nothing of it is dropped without being named."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import yaml
 
@@ -9,6 +9,7 @@ from cp_engine.compose import compose
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations.config_modules import imported_table
 from cp_engine.integrations.toml_file import TomlFile
+from cp_engine.integrations.toml_keys import all_modules, key_problem, leaves
 from cp_engine.integrations.toml_rules import Composed, Rules
 from cp_engine.integrations.toml_translation import (
     COMMAND_LINE,
@@ -20,7 +21,7 @@ from cp_engine.integrations.toml_translation import (
     option_with,
     options,
 )
-from cp_engine.keys import module_tables, shape_table, titan_table, type_matches, type_problem, unknown_key
+from cp_engine.keys import module_tables, shape_table, titan_table
 
 MODULE = "job.custom_config_module"
 DEGREE = "parallelism.context_parallel_degree"
@@ -67,8 +68,8 @@ class _Translator:
         self.table: dict[str, dict[str, object]] = {}
 
     def run(self) -> None:
-        leaves = list(_leaves(self.file.values, {**titan_table(), **_all_modules()}))
-        for key, value in leaves:
+        written = list(leaves(self.file.values, {**titan_table(), **all_modules()}))
+        for key, value in written:
             self._rename(key, value)
         for key, value in self.asked.values.items():
             if key in self.keys:
@@ -76,8 +77,12 @@ class _Translator:
             self.keys[key] = _Key(key, value, COMMAND_LINE)
         self.table = {**titan_table(), **self._module_table()}
         for key in list(self.keys):
-            self._check(key)
-        older = any(key in self.rules.retired for key, _ in leaves)
+            entry = self.keys[key]
+            if entry.value == {} and any(name.startswith(f"{key}.") for name in self.table):
+                del self.keys[key]  # a section without keys
+            elif problem := key_problem(key, entry.written, entry.value, self.table, self.rules):
+                self.problems.append(replace(problem, details=(("at", entry.where), *problem.details)))
+        older = any(key in self.rules.retired for key, _ in written)
         self.result.generation = self.rules.generation(lambda key: older if key == "older" else self.value(key))
         composed = self._composed()
         self._choose_model()
@@ -141,25 +146,6 @@ class _Translator:
         except ConfigError as error:
             self.problems += error.problems
             return {}
-
-    def _check(self, key: str) -> None:
-        """Name and type of a key."""
-        entry, known = self.keys[key], {name: str(row["type"]) for name, row in self.table.items()}
-        at = ("at", entry.where)
-        if key in known:
-            if type_matches(entry.value, known[key]):
-                return
-            problem = type_problem(entry.written, entry.value, known[key])
-        elif modules := [
-            name for name, table in module_tables().items() if key in {**table, **self.rules.older_keys(name)}
-        ]:
-            tries = tuple(f'[job] custom_config_module = "{name}"' for name in modules)
-            what = "is a key of a config module, and the file names none that has it"
-            problem = Problem(key=entry.written, what=what, tries=tries)
-        else:
-            problem = unknown_key(entry.written, known, elsewhere=())
-        tries = tuple(_as_toml(line) for line in problem.tries)
-        self.problems.append(Problem(key=entry.written, what=problem.what, details=(at, *problem.details), tries=tries))
 
     def _composed(self) -> Composed:
         key, choices = self.rules.balancers
@@ -283,7 +269,7 @@ class _Translator:
         shipped = yaml.safe_load((self.asked.folders[-1] / "config.yaml").read_text(encoding="utf-8"))["titan"]
         chosen = self.asked.model or self.result.choices["model"][0]
         model = {k: v for k, v in option(self.asked.folders, "model", chosen).items() if k != "name"}
-        own = dict(_leaves({**shipped, "model": model}, titan_table()))
+        own = dict(leaves({**shipped, "model": model}, titan_table()))
         own |= {"job.dump_folder": None, "metrics.disable_color_printing": None}  # set by a run
         for key, value in own.items():
             default = self.table[key]["default"]
@@ -299,23 +285,3 @@ class _Translator:
 
     def _whence(self, key: str) -> str:
         return self.keys[key].where if key in self.keys else DEFAULT
-
-
-def _leaves(node: Mapping[str, object], known: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted keys and values of nested tables; a table that is a key's value stays whole."""
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in known:
-            yield from _leaves(value, known, f"{key}.")
-        else:
-            yield key, value
-
-
-def _all_modules() -> dict[str, object]:
-    return {key: row for table in module_tables().values() for key, row in table.items()}
-
-
-def _as_toml(line: str) -> str:
-    """`section.key=value`, as a TOML writes it."""
-    key, sign, value = line.strip('"').partition("=")
-    return f"{key} = {value}" if sign and " = " not in line else line
