@@ -1,11 +1,14 @@
 """A translation as the text of an experiment, and as a report for a reader."""
 
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_translation import DEFAULT, Translation
@@ -26,7 +29,7 @@ def text(translation: Translation, name: str = "NAME") -> str:
     """
     lines = [
         "# @package _global_",
-        f"# Translated from {Path(translation.path).name}, a file of {translation.generation}.",
+        f"# Translated from {' '.join(Path(translation.path).name.split())}, a file of {translation.generation}.",
     ]
     for note in translation.notes:
         lines += textwrap.wrap(note, 130, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
@@ -65,9 +68,29 @@ def _with_comment(line: str, comment: str) -> str:
 
 
 def _scalar(value: object) -> str:
-    """One value, on one line."""
-    written: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return written.removesuffix("\n").removesuffix("\n...").strip()
+    """One value on one line, which OmegaConf reads back as it is."""
+    written: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    written = written.removesuffix("\n").removesuffix("\n...")
+    return written if "\n" not in written and _is_read_as(written, value) else _quoted(value)
+
+
+def _is_read_as(written: str, value: object) -> bool:
+    try:
+        read = OmegaConf.to_container(OmegaConf.create(f"value: {written}"), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException):
+        return False
+    return repr(read) == repr({"value": value})
+
+
+def _quoted(value: object) -> str:
+    """A value with every text in quotes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_quoted, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_quoted(key)}: {_quoted(item)}" for key, item in value.items()) + "}"
+    style = '"' if isinstance(value, str) else None
+    written: str = yaml.safe_dump(value, default_style=style, width=math.inf)
+    return written.removesuffix("\n").removesuffix("\n...")
 
 
 def escaped(value: object) -> object:

@@ -45,13 +45,11 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
     """
     path, said = path_of(arguments), {override.key_or_group: override for override in _overrides(arguments)}
     problems, translation = flag_problems(arguments), None
-    if "mode=translate" in arguments:
-        problems += experiment.out_problems(
-            path_of(arguments, "out"),
-            to=_word(said, "translate.to", "experiment"),
-            is_forced=_flag(said, "translate.force"),
-        )
-        if path is not None and "translate.to=toml" not in arguments:
+    if _word(said, "mode", "") == "translate":
+        to = _word(said, "translate.to", "experiment")
+        out, is_forced = path_of(arguments, "out"), _flag(said, "translate.force")
+        problems += experiment.out_problems(out, to=to, is_forced=is_forced)
+        if path is not None and to == "experiment":
             problems += _of_the_run(arguments)
     if path is not None:
         asked = Asked(

@@ -24,6 +24,8 @@ LONGEST = (
     "precision",
     "readme",
     "hosts",
+    "toml",
+    "translate",
 )
 """The files that take longest, in that order: one that begins last would keep the other test process waiting."""
 
@@ -68,5 +70,29 @@ def launch(tmp_path: Path) -> Callable[..., Result]:
             check=False,
         )
         return Result(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Result]:
+    """Runs a command line in this process, from another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    from cp_engine import cli
+
+    def run(*arguments: str) -> Result:
+        capsys.readouterr()
+        try:
+            code = cli.run(list(arguments))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        shown = capsys.readouterr()
+        return Result(code, shown.out, shown.err)
 
     return run

@@ -13,34 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine import cli
 from tests.conftest import LAUNCH, Result, clean_environment
 
 SMALL = ("titan.training.seq_len=64", "titan.training.local_batch_size=1")
 ENDLESS = ("titan.training.steps=5000", *SMALL)
 GATHER = "{kind: all_gather, axes: [cp], tensors: [k, v], dim: sequence, only: all}"
-
-
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Result]:
-    """Runs a command line in this process, from another folder."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-
-    def run(*arguments: str) -> Result:
-        capsys.readouterr()
-        try:
-            code = cli.run(list(arguments))
-        except SystemExit as end:
-            code = int(end.code or 0)
-        shown = capsys.readouterr()
-        return Result(code, shown.out, shown.err)
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with the strategy of the README."""
     (tmp_path / "my" / "cp").mkdir(parents=True)
     (tmp_path / "my" / "cp" / "mine.yaml").write_text(blocks(README, "yaml")[1])
+    (tmp_path / "my" / "deepseek_v3.toml").write_text(blocks(README, "toml")[0])
     monkeypatch.chdir(tmp_path)
+    assert cli.run(["mode=translate", "toml=my/deepseek_v3.toml", "out=my/experiment/deepseek_v3.yaml"]) == 0
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path

@@ -116,9 +116,11 @@ class _Translator:
             rule = ("rule", str(now["refuse"]))
             self.problems.append(Problem(key=key, what="is retired", details=(("at", where), rule)))
         elif str(now) in self.keys:
-            both = self.keys[str(now)]
-            what = f"and {both.written} ({both.where}) are the same key, retired and present"
-            self.problems.append(Problem(key=key, what=what, details=(("at", where),), tries=(f"only {now}",)))
+            first, second = self.keys[str(now)], _Key(key, value, where)
+            old, new = (second, first) if key in self.rules.retired else (first, second)
+            what = f"is the retired name of {new.written} ({new.where}), and only one can be meant"
+            problem = Problem(key=old.written, what=what, details=(("at", old.where),), tries=(f"only {now}",))
+            self.problems.append(problem)
         else:
             self.keys[str(now)] = _Key(key, value, where)
 
@@ -154,11 +156,13 @@ class _Translator:
             allowed = ", ".join("null" if name is None else str(name) for name in choices)
             tries = (f'{key} = "{near}"',) if near else ()
             what = f"{self.value(key)!r} is no load balancer of torchtitan"
-            self.problems.append(Problem(key=key, what=what, details=(("allowed", allowed),), tries=tries))
+            details = (("at", self._whence(key)), ("allowed", allowed))
+            self.problems.append(Problem(key=key, what=what, details=details, tries=tries))
             return Composed()
         if not isinstance(degree := self.value(DEGREE), int) or isinstance(degree, bool) or degree < 1:
             if isinstance(degree, int):
-                self.problems.append(Problem(key=DEGREE, what=f"is {degree}, less than 1"))
+                at = ("at", self._whence(DEGREE))
+                self.problems.append(Problem(key=DEGREE, what=f"is {degree}, less than 1", details=(at,)))
             return Composed()
         composed = self.rules.composed(self.value)
         if composed.refusal is not None:

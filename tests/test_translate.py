@@ -1,0 +1,254 @@
+"""`toml=` and `mode=translate` as commands: what is printed, written and refused, and that a TOML trains what it says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+from tests.conftest import Result
+
+Command = Callable[..., Result]
+OWN = Path(__file__).parent / "toml"
+SHORT = ("titan.training.seq_len=64", "titan.training.local_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "said"),
+    [
+        ("npu_ulysses", (), "ulysses   2 ranks (ulysses=2)"),
+        ("npu_dsa", (), "dsa   2 ranks (cp=2)"),
+        ("npu_older", (), "ulysses   4 ranks (ulysses=4)"),
+        ("native", (), "ring   2 ranks (ring=2)   tokens zigzag"),
+        ("native", ("cp=ulysses",), "ulysses   2 ranks (ulysses=2)   tokens zigzag"),
+        ("native", ("cp=none", "cp.degree=null"), "none   1 rank"),
+        (
+            "native",
+            ("titan.parallelism.tensor_parallel_degree=2", "launch.nproc=8"),
+            "cp 2 x tp 2 x dp_shard, which takes",
+        ),
+        ("first", (), "torchtitan 0.1 or older, 14 keys: 14 mapped, 0 passed through"),
+    ],
+)
+def test_toml_is_planned(command: Command, file: str, options: tuple[str, ...], said: str) -> None:
+    result = command("mode=explain", f"toml={OWN / file}.toml", *options)
+    assert result.code == 0 and said in result.out, result.err
+    assert "proved" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["toml=nowhere.toml"], ["toml  there is no file nowhere.toml"]),
+        (["toml=."], ["cannot be read: Is a directory"]),
+        (["toml=empty.toml"], ["is empty"]),
+        (["toml=latin.toml"], ["is not text in UTF-8"]),
+        (["toml=config.py"], ["is a Python file"]),
+        (["++toml=good.toml"], ["was not translated", "toml=FILE"]),
+        (["mode=translate"], ["toml  is null", "translate.to=toml"]),
+        (["mode=translate", "toml=good.toml", "out=made.yml"], ["does not end in .yaml", "out=made.yaml"]),
+        (
+            ["mode=translate", "toml=good.toml", "out=taken.yaml"],
+            ["taken.yaml is there already", "translate.force=true"],
+        ),
+        (["mode=translate", "toml=good.toml", "out=good.toml/x.yaml"], ["out  good.toml/x.yaml cannot be written"]),
+        (["mode=translate", "toml=good.toml", "cp=ring"], ["cp  would not be written", "experiment=... cp=ring"]),
+        (
+            ["mode=translate", "toml=bad.toml", "out=taken.yaml", "data=builtin", "--training.steps", "5"],
+            [
+                "5 problems",
+                "training.stepz",
+                "taken.yaml is there already",
+                "data  would not",
+                "titan.training.steps=5",
+            ],
+        ),
+        (
+            ["--parallelism.context_parallel_degree", "4", "--job.config_file=x.toml", "--compile.no-enable"],
+            ["3 problems", "cp.degree=4", "toml=x.toml", "titan.compile.enable=false"],
+        ),
+        (["--training.dataset", "c4", "--training.stepz=1"], ["data=c4", "titan.training.steps=1"]),
+        (["toml=good.toml", "cp=none", "mode=explain"], ["cp.degree  asks for 2 ranks", "cp.degree=null"]),
+        (["toml=good.toml", "titan.training.stepz=1"], ["training.stepz  unknown key", "the command line"]),
+        (["toml=good.toml", "data=builtin", "launch.nproc=3"], ["launch.nproc", "is not a multiple of 2", "cp.mesh 2"]),
+        (["toml=good.toml"], ["datasets.c4_test.path  there is no", "datasets.c4_test.tokenizer", "data=builtin"]),
+        (["datasets.c4.pth=x", "mode=explain"], ["datasets.c4.pth  unknown key", "datasets.c4.path"]),
+        (
+            [f"toml={OWN / 'npu_dsa.toml'}", "data=builtin"],
+            ["npu_dsa, npu_rms_norm", "translate.drop_npu_converters=true", "pip install torchtitan-npu"],
+        ),
+        (
+            [f"toml={OWN / 'npu_older.toml'}", "data=builtin"],
+            ["needs the package torchtitan_npu", "titan.optimizer.swap_optimizer"],
+        ),
+        (
+            [f"toml={OWN / 'npu_ulysses.toml'}", "data=builtin", "titan.model.flavor=671B_debug"],
+            ["it can be planned only", "mode=explain"],
+        ),
+    ],
+)
+def test_mistake_is_refused_and_nothing_is_written(
+    command: Command, tmp_path: Path, arguments: list[str], says: list[str]
+) -> None:
+    (tmp_path / "good.toml").write_text(
+        '[model]\nname = "llama3"\n[parallelism]\ncontext_parallel_degree = 2\n[training]\ndataset = "c4_test"\n'
+    )
+    (tmp_path / "bad.toml").write_text("[training]\nstepz = 3\nsteps = true\n")
+    (tmp_path / "empty.toml").write_text("# nothing\n\n")
+    (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "caf\xe9"\n')
+    (tmp_path / "config.py").write_text("")
+    (tmp_path / "taken.yaml").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    result = command(*arguments)
+    assert result.code == 1 and result.out == ""
+    assert not [text for text in says if text not in result.err], result.err
+    assert (tmp_path / "taken.yaml").read_text() == "mine" and sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["a b.toml", "a=b,c (1) [x] {y}.toml", 'it\'s "it".toml', "${HOME}.toml", "back\\slash.toml"]
+)
+def test_any_name_of_a_file_is_read(command: Command, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("[parallelism]\ncontext_parallel_degree = 2\n")
+    shown = command(f"toml={name}", "--cfg", "job")
+    assert shown.code == 0, shown.err
+    out = f"made/{name}.yaml"
+    result = command("mode=translate", f"toml={name}", f"out={out}")
+    assert result.code == 0 and (tmp_path / out).is_file(), result.err
+    quoted = command(f"toml='{name}'", "--cfg", "job") if "'" not in name else shown
+    assert quoted.out == shown.out
+
+
+def test_translation_is_printed_or_written_and_the_report_names_every_key(command: Command, tmp_path: Path) -> None:
+    file = OWN / "native.toml"
+    printed = command("mode=translate", f"toml={file}")
+    written = command("mode=translate", f"toml={file}", "out=experiment/mine.yaml")
+    text = (tmp_path / "experiment" / "mine.yaml").read_text()
+    assert printed.out == text.replace("experiment=mine", "experiment=NAME")
+    assert written.out.startswith(printed.err.rstrip())
+    assert "wrote experiment/mine.yaml\nrun it: python launch.py --config-dir . experiment=mine" in written.out
+    lines = file.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        key, sign, _ = line.partition(" = ")
+        assert not sign or (f"  line {number:<4} " in printed.err and f".{key} = " in printed.err)
+    assert "# line 5\n" in text and "# torchtitan's default" in text and "override /layout@cp.layout: zigzag" in text
+    assert "reads context_parallel_rotate_method in" in text
+    assert not list(tmp_path.glob("outputs*"))
+
+
+def test_keys_of_the_command_line_are_written_into_the_translation(command: Command, tmp_path: Path) -> None:
+    changed = ("titan.training.steps=7", "titan.parallelism.context_parallel_rotate_method=allgather")
+    assert command("mode=translate", f"toml={OWN / 'native.toml'}", "out=made.yaml", *changed).code == 0
+    made = yaml.safe_load((tmp_path / "made.yaml").read_text())
+    assert made["titan"]["training"]["steps"] == 7
+    assert {"override /cp": "allgather_kv"} in made["defaults"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["cp=none", "model=llama3"], {"parallelism.context_parallel_degree": 1}),
+        (
+            ["cp=ring_zigzag", "cp.degree=4", "model=qwen3"],
+            {"parallelism.context_parallel_degree": 4, "parallelism.context_parallel_rotate_method": "alltoall"},
+        ),
+        (["cp=ring", "layout@cp.layout=balanced"], {"parallelism.context_parallel_load_balancer": "ptrr"}),
+        (["cp=allgather_kv", "layout@cp.layout=zigzag", "titan.training.max_norm=2.5"], {"training.max_norm": 2.5}),
+        (["cp=ulysses"], {"parallelism.enable_custom_context_parallel": True}),
+        (["cp=dsa", "layout@cp.layout=contiguous"], {"model.converters": ["npu_dsa"], "model.name": "deepseek_v32"}),
+        (
+            ["cp=none", "mask=document", "titan.model.flavor=16B", "datasets.c4.tokenizer=/a 'b' \"c\" \\d"],
+            {"model.hf_assets_path": "/a 'b' \"c\" \\d"},
+        ),
+    ],
+)
+def test_configuration_becomes_a_toml_that_becomes_the_same_configuration(
+    command: Command, tmp_path: Path, arguments: list[str], keys: dict[str, object]
+) -> None:
+    arguments = [*arguments, "data=c4"]
+    # a backslash and quotes: what Hydra's grammar takes is its own affair, so such a value is quoted for it
+    arguments = [
+        f"datasets.c4.tokenizer='{a.partition('=')[2]}'".replace("'b'", "\\'b\\'") if "tokenizer" in a else a
+        for a in arguments
+    ]
+    result = command("mode=translate", "translate.to=toml", "out=made.toml", *arguments)
+    assert result.code == 0, result.err
+    made = tomllib.loads((tmp_path / "made.toml").read_text())
+    for key, value in keys.items():
+        section, _, name = key.rpartition(".")
+        assert made[section][name] == value
+    before = yaml.safe_load(command(*arguments, "--cfg", "job").out)
+    after = yaml.safe_load(command("toml=made.toml", "--cfg", "job").out)
+    degree = made["parallelism"]["context_parallel_degree"]
+    for node in (before, after):
+        cp, titan = node["cp"], node["titan"]
+        cp.update(degree=None, mesh={axis: degree for axis in cp["mesh"]})
+        cp.pop("name")  # another name of the same composition
+        node.update(toml=None)
+        for section in ("job", "metrics", "parallelism"):  # torchtitan's defaults, written out
+            titan.setdefault(section, {})
+        titan["job"].pop("dump_folder", None), titan["metrics"].pop("disable_color_printing", None)
+        titan["job"].pop("custom_config_module", None), titan["model"].pop("converters", None)
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["cp=usp"], ["usp is no composition that a TOML can ask for", "none, ulysses, dsa"]),
+        (["cp=ulysses", "cp.steps.attend.kernel=math"], ["cp.steps.attend.kernel from ulysses as shipped"]),
+        (["cp=ulysses", "cp.recompute=skip_attention"], ["cp.recompute from ulysses as shipped"]),
+        (["cp=ulysses", "model=llama3"], ["known there for deepseek_v3 only", "model=deepseek_v3"]),
+        (["cp=ulysses", "layout@cp.layout=striped"], ["cp.layout  is striped", "layout@cp.layout=zigzag"]),
+        (["cp=ring"], ["cp.layout  is contiguous, which the file cannot ask for"]),
+        (["cp=dsa"], ["cuts the sequence contiguous", "layout@cp.layout=contiguous"]),
+        (["cp=none", "data=builtin", "mask=full"], ["2 problems", "mask  is full", "data=c4_test"]),
+        (["cp=none", "shape.heads=4", "titan.debug.seed=null"], ["shape.heads  is 4"]),
+    ],
+)
+def test_what_no_toml_can_say_is_refused_by_name(command: Command, arguments: list[str], says: list[str]) -> None:
+    result = command(
+        "mode=translate", "translate.to=toml", *(["data=c4"] if "data=builtin" not in arguments else []), *arguments
+    )
+    assert result.code == 1 and result.out == ""
+    assert not [text for text in says if text not in result.err], result.err
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [("npu_ulysses", ()), ("npu_dsa", ("translate.drop_npu_converters=true",))],
+)
+def test_training_from_a_toml_agrees_with_torchtitan_alone(
+    launch: Callable[..., Result], tmp_path: Path, file: str, options: tuple[str, ...]
+) -> None:
+    same = ("data=builtin", "titan.training.mixed_precision_param=float32", *SHORT, *options)
+    result = launch("mode=verify", "verify.level=training", f"toml={OWN / file}.toml", *same, timeout=200)
+    assert result.code == 0 and result.out.rstrip().endswith("verified"), result.out + result.err
+
+
+def test_toml_trains_on_torchtitans_own_text_and_tokenizer(launch: Callable[..., Result], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    assets, text = tmp_path / "assets", tmp_path / "web pages"
+    assets.mkdir()
+    text.mkdir()
+    words = [f"word{i}" for i in range(50)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<unk>", *words])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(assets / "tokenizer.json"))
+    (assets / "tokenizer_config.json").write_text("{}")
+    rows = [{"text": " ".join(words[(i * j) % 50] for j in range(200))} for i in range(40)]
+    (text / "data.json").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nname = "llama3"\nhf_assets_path = "{assets}"\n[training]\ndataset = "c4_test"\ndataset_path = "{text}"\n'
+        "seq_len = 64\nlocal_batch_size = 2\nsteps = 3\n[parallelism]\ncontext_parallel_degree = 2\n[metrics]\nlog_freq = 1\n"
+        f'[job]\ndump_folder = "{tmp_path / "dump"}"\n'
+    )
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
+    result = launch("toml=run.toml", "hydra.run.dir=run", timeout=200, **offline)
+    assert result.code == 0, result.out + result.err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and all(0 < row["loss"] < 20 for row in rows)
+    assert all(row["cp_bytes_sent"] > 0 for row in rows)  # the degree of the file was in effect
