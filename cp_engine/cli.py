@@ -118,7 +118,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             _remove_unused(Path(HydraConfig.get().runtime.output_dir))
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         assert isinstance(overrides, list)
-        failed.append(" ".join(map(str, overrides)))
+        failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
 
     with toml_argument.registered(translation), _program_arguments(given), _full_error():
         try:

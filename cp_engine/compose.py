@@ -30,7 +30,7 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
     Args:
         preset: a file name in `cp/`, without its ending.
         overrides: as on the command line.
-        config_dir: a folder whose groups are searched before the shipped ones.
+        config_dir: a folder whose groups are searched after the shipped ones.
 
     Returns:
         Mappings, lists and values; `???` where a required value is missing.

@@ -1,7 +1,9 @@
 """A translation as the text of an experiment, and as a report for a reader."""
 
 import math
+import os
 import re
+import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -160,9 +162,15 @@ def out_problems(out: str | None, *, to: str, is_forced: bool) -> Iterator[Probl
         yield Problem(key="out", what=f"{out!r} is not the name of a file")
     elif path.suffix != suffix:
         yield Problem(key="out", what=f"{out!r} does not end in {suffix}", tries=(f"out={path.with_suffix(suffix)}",))
+    elif (to == "experiment" and not re.fullmatch(r"[A-Za-z_][\w-]*", path.stem)) or path.stem == "null":
+        plain = re.sub(r"[^A-Za-z0-9_-]+", "_", path.stem).strip("_") or "mine"
+        rule = ("rule", "experiment=NAME is typed: letters, digits, _ and -")
+        tries = (f"out={path.with_name(f'my_{plain}' if not plain[0].isalpha() else plain)}{suffix}",)
+        yield Problem(
+            key="out", what=f"{path.stem!r} cannot be the name of an experiment", details=(rule,), tries=tries
+        )
     elif path.exists() and not is_forced:
-        what, tries = f"{out} is there already", ("translate.force=true", "out=...")
-        yield Problem(key="out", what=what, tries=tries)
+        yield Problem(key="out", what=f"{out} is there already", tries=("translate.force=true", "out=..."))
 
 
 def write(content: str, out: str) -> None:
@@ -175,11 +183,19 @@ def write(content: str, out: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = Path(out)
-    beside = path.with_name(f".{path.name}.part")
+    path = Path(out).resolve()  # a link stays one
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(content, encoding="utf-8")
-        beside.replace(path)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as part:
+            part.write(content)
+        os.chmod(part.name, 0o666 & ~_umask())
+        os.replace(part.name, path)
     except OSError as error:
         raise ConfigError([Problem(key="out", what=f"{out} cannot be written: {error.strerror}")]) from error
+
+
+def _umask() -> int:
+    """What a new file may not be."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

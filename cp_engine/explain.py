@@ -15,6 +15,7 @@ from cp_engine.plan import Plan, PlannedStep, Step
 from cp_engine.primitives import ORDERS
 from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.exchange import Exchange
+from cp_engine.primitives.selection import SparseStep
 from cp_engine.shape import INDEX, SHARED, Shape
 
 
@@ -208,6 +209,9 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             kernel, reason = step.kernel_for(plan.shape, device)
             sinks = ", with sinks" if step.sinks else ""
             facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
+        elif isinstance(step, SparseStep) and (device != "cpu" or step.kernel != "auto"):
+            chosen, reason = step.kernel_for(plan, device)
+            facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
         n, m = (c * plan.pipeline for c in cost.collectives)

@@ -246,7 +246,7 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 def _unknown_model(name: str, flavor: str, missing: list[str]) -> Problem:
     table = shape_table()
     key, word, allowed = ("name", name, table) if name not in table else ("flavor", flavor, table[name])
-    near = suggest(word, allowed)
+    near = suggest(word, allowed) or (next(iter(allowed), None) if key == "flavor" else None)
     return Problem(
         key=f"titan.model.{key}",
         what=f"'{word}' is not in the table of attention shapes",

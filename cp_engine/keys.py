@@ -119,6 +119,8 @@ def type_matches(value: object, wanted: str) -> bool:
 def _is_one(value: object, option: str) -> bool:
     if option.startswith("list["):
         return isinstance(value, list) and all(_is_one(item, option[5:-1]) for item in value)
+    if option == "any":
+        return True
     if option == "null":
         return value is None
     if option == "float":

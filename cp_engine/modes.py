@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.errors import ConfigError, CPError, Problem
+from cp_engine.keys import lookup
 
 if TYPE_CHECKING:
     from cp_engine.integrations.toml_translation import Translation
@@ -45,6 +46,14 @@ def run_job(
             ("rule", "a TOML is named on the command line, as toml=FILE"),
         )
         raise ConfigError([Problem(key="toml", what=what, details=(rule,), tries=("toml=FILE",))])
+    for name, was in translation.flags.items() if translation is not None else ():
+        key = f"translate.{name}"
+        if lookup(config, key) is not was:
+            what, rule = (
+                f"is {lookup(config, key)}, and the file was translated with {was}",
+                ("rule", "it is typed beside toml="),
+            )
+            raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=(f"{key}={str(not was).lower()}",))])
     if config.get("mode") == "translate":
         from cp_engine import translate_mode
 

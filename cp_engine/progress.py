@@ -79,7 +79,7 @@ class Watch:
     def summary(self) -> str:
         """The closing lines: steps, loss, speed, bytes, folder."""
         if not self.rows:
-            return f"no step was trained   {self._output_dir}"
+            return f"no step was logged (titan.metrics.log_freq), or none was left to train   {self._output_dir}"
         first, last = self.rows[0], self.rows[-1]
         speed = statistics.median(row["tokens_per_second"] for row in self.rows)
         sent = statistics.median(row["cp_bytes_sent"] for row in self.rows)

@@ -72,6 +72,17 @@ class Sight:
         where[torch.from_numpy(self._keys)] = torch.arange(self.keys.count)
         return where.to(positions.device)[positions.long()]  # -1 is the last one, which no key has
 
+    def positions_of(self, places: Tensor) -> Tensor:
+        """Places among the ascending keys -> global positions, int32, ascending along the last dim; -1 comes last."""
+        known = torch.from_numpy(self._keys.astype(np.int32)).to(places.device)
+        behind = torch.full((1,), self.mask.size, dtype=torch.int32, device=places.device)
+        found = torch.cat((known, behind))[places.long()].sort(-1).values  # -1 is the last one
+        return found.masked_fill(found == self.mask.size, -1)
+
+    def keys_before(self, position: int) -> int:
+        """How many keys lie before a position."""
+        return int(np.searchsorted(self._keys, position))
+
     def key_positions(self, chunk: Chunk, device: torch.device) -> Tensor:
         """Positions of a chunk's keys, [n], int32."""
         return torch.from_numpy(self._keys[chunk.keys].astype(np.int32)).to(device)

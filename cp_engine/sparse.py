@@ -8,6 +8,7 @@ from torch import Tensor
 from cp_engine.index_set import IndexSet
 from cp_engine.kernels import sparse
 from cp_engine.kernels.operands import without_autocast
+from cp_engine.kernels.sparse_kernels import SparseKernel
 from cp_engine.operation import Moving, Saved, Sketch, Sketches
 from cp_engine.redistribute import Redistribution
 from cp_engine.shape import INDEX
@@ -22,10 +23,11 @@ class SelectOperation:
         sights: per local rank, its queries and keys.
         count: keys per query.
         is_learned: whether a later step gives the indexer's gradients; else they are zero.
+        kernel: what computes it.
     """
 
-    def __init__(self, sights: Sequence[Sight], count: int, is_learned: bool) -> None:
-        self._sights, self._count, self._is_learned = tuple(sights), count, is_learned
+    def __init__(self, sights: Sequence[Sight], count: int, is_learned: bool, kernel: SparseKernel) -> None:
+        self._sights, self._count, self._is_learned, self._kernel = tuple(sights), count, is_learned, kernel
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
         sketches["topk"] = [Sketch((*q.size[:3], self._count), torch.int32) for q in sketches["q_index"]]
@@ -36,7 +38,7 @@ class SelectOperation:
         given = _index(values)
         with without_autocast(given[0].q):
             values["topk"] = [
-                sparse.select(index, sight, self._count) for index, sight in zip(given, self._sights, strict=True)
+                self._kernel.select(index, sight, self._count) for index, sight in zip(given, self._sights, strict=True)
             ]
         return () if self._is_learned else _flat(given)
 
@@ -53,10 +55,11 @@ class SparseOperation:
 
     Args:
         sights: per local rank, its queries and keys.
+        kernel: what computes it.
     """
 
-    def __init__(self, sights: Sequence[Sight]) -> None:
-        self._sights = tuple(sights)
+    def __init__(self, sights: Sequence[Sight], kernel: SparseKernel) -> None:
+        self._sights, self._kernel = tuple(sights), kernel
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
         given = [sketches[name] for name in ("q", "kv_latent", "k_rope", "topk")]
@@ -69,7 +72,7 @@ class SparseOperation:
         yield from ()
         given = _given(values)
         with without_autocast(given[0].q):
-            results = [sparse.attend(x, sight, scale) for x, sight in zip(given, self._sights, strict=True)]
+            results = [self._kernel.attend(x, sight, scale) for x, sight in zip(given, self._sights, strict=True)]
         values["out"], values["lse"] = [out for out, _ in results], [lse for _, lse in results]
         return (*_flat(given), *values["out"], *values["lse"])
 
@@ -80,7 +83,7 @@ class SparseOperation:
         rows = zip(grads.pop("out"), *parts, self._sights, strict=True)
         with without_autocast(saved[0]):
             found = [
-                sparse.attend_backward(dout, sparse.Given(q, latent, rope, topk), out, lse, sight, scale)
+                self._kernel.attend_backward(dout, sparse.Given(q, latent, rope, topk), out, lse, sight, scale)
                 for dout, q, latent, rope, topk, out, lse, sight in rows
             ]
         for i, name in enumerate(("q", "kv_latent", "k_rope")):
@@ -96,6 +99,7 @@ class LearnOperation:
         indexer: per local rank, that of its indexer.
         selected: per local rank, the queries whose selection it holds.
         exchange: sums over ranks what heads attend to; None where a rank has all heads of its queries.
+        kernel: what computes it.
     """
 
     def __init__(
@@ -104,9 +108,10 @@ class LearnOperation:
         indexer: Sequence[Sight],
         selected: Sequence[IndexSet],
         exchange: Redistribution | None,
+        kernel: SparseKernel,
     ) -> None:
         self._attention, self._indexer, self._exchange = tuple(attention), tuple(indexer), exchange
-        self._selected = tuple(selected)
+        self._selected, self._kernel = tuple(selected), kernel
         # then attention can be made again chunk by chunk of the indexer; else it is brought to it key by key
         pairs = zip(self._attention, self._indexer, strict=True)
         self._holds_the_same = all((a.queries, a.keys) == (b.queries, b.keys) for a, b in pairs)
@@ -142,7 +147,7 @@ class LearnOperation:
                 x.index_select(2, rows_of(sight.queries, held).to(x.device))
                 for x, sight, held in zip(topk, self._indexer, self._selected, strict=True)
             ]
-        return [sparse.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
+        return [self._kernel.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
 
     def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
         yield from ()

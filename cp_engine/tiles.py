@@ -4,6 +4,11 @@
     causal    a square tile in which key j is visible to query i iff j <= i: the flag of every kernel
     partial   an explicit band low <= i - j <= high over at most ROWS queries, so that nothing sequence x sequence is built
 
+A kernel that can do more in one call gets them joined (`in_fewer_calls`):
+
+    right_down   queries that see every key before a causal square, and the square: key j of m iff j <= i + m - n
+    packed       such tiles of one rank side by side, one per document
+
 Lowering goes by index difference: two stripes of one step see each other as a causal square, whatever their positions are.
 """
 
@@ -28,10 +33,11 @@ class Tile:
 
     Args:
         q, k: local indices of its queries and keys.
-        kind: `full`, `causal` or `partial`.
+        kind: `full`, `causal` or `partial`; of joined tiles `right_down` or `packed`.
         low, high: for `partial`, the visible range of i - j.
         is_first: whether its queries have no result yet, so that it writes instead of merging.
         block: which of the key blocks it attends to, where keys arrive one block after the other.
+        parts: for `packed`, the queries and keys of each document.
     """
 
     q: Run
@@ -41,11 +47,15 @@ class Tile:
     high: int = 0
     is_first: bool = False
     block: int = 0
+    parts: tuple[tuple[int, int], ...] = ()
 
     @property
     def pairs(self) -> int:
         """Pairs that the kernel looks at, visible or not, for one head."""
-        return self.q.count * (self.q.count + 1) // 2 if self.kind == "causal" else self.q.count * self.k.count
+        if self.kind in ("causal", "right_down", "packed"):
+            parts = self.parts or ((self.q.count, self.k.count),)
+            return sum(n * (n + 1) // 2 + n * (m - n) for n, m in parts)
+        return self.q.count * self.k.count
 
     @property
     def has_blind_queries(self) -> bool:
@@ -106,6 +116,48 @@ def tiling_of_blocks(queries: IndexSet, blocks: Sequence[IndexSet], mask: Mask) 
             rows[:] = True
             tiles.append(replace(t, is_first=is_first, block=block))
     return Tiling(tuple(tiles), is_complete and bool(written.all()))
+
+
+def in_fewer_calls(tiling: Tiling, kinds: Sequence[str]) -> Tiling:
+    """The same pairs in fewer calls, for a kernel that takes joined tiles.
+
+    Args:
+        tiling: as `tiling_of_blocks` makes it.
+        kinds: of joined tiles, `right_down` and `packed`.
+    """
+    tiles: list[Tile] = []
+    for tile in tiling.tiles:
+        before = tiles[-1] if tiles else None
+        if "right_down" in kinds and before is not None and _is_square_behind(before, tile):
+            keys = Run(before.k.start, before.k.count + tile.k.count)
+            tiles[-1] = replace(before, k=keys, kind="right_down")
+        else:
+            tiles.append(tile)
+    if "packed" not in kinds:
+        return replace(tiling, tiles=tuple(tiles))
+    packed: list[Tile] = []
+    for tile in tiles:
+        before = packed[-1] if packed else None
+        if before is not None and _are_documents(before, tile):
+            sizes = (before.parts or ((before.q.count, before.k.count),)) + ((tile.q.count, tile.k.count),)
+            q, k = (Run(a.start, a.count + b.count) for a, b in ((before.q, tile.q), (before.k, tile.k)))
+            packed[-1] = replace(before, q=q, k=k, kind="packed", parts=sizes)
+        else:
+            packed.append(tile)
+    return replace(tiling, tiles=tuple(packed))
+
+
+def _is_square_behind(full: Tile, square: Tile) -> bool:
+    """Whether a causal square continues the keys of a full tile over the same queries."""
+    kinds = (full.kind, square.kind, full.block) == ("full", "causal", square.block)
+    return kinds and full.q == square.q and _follows(full.k, square.k) and full.q.step == 1
+
+
+def _are_documents(before: Tile, tile: Tile) -> bool:
+    """Whether two causal tiles lie side by side, with other queries and other keys."""
+    kinds = before.kind in ("causal", "right_down", "packed") and tile.kind in ("causal", "right_down")
+    same = (before.block, before.is_first) == (tile.block, tile.is_first)
+    return kinds and same and _follows(before.q, tile.q) and _follows(before.k, tile.k)
 
 
 def _inside(positions: IndexSet, window: Run) -> tuple[list[tuple[Run, Run]], Run | None]:

@@ -1,6 +1,7 @@
 """`toml=FILE` on the command line: translated before Hydra composes, so that every other argument wins over the file."""
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,18 +16,31 @@ from cp_engine import experiment
 from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_file import read_toml
+from cp_engine.integrations.toml_rules import Rules
 from cp_engine.integrations.toml_translation import Asked, Translation
-from cp_engine.integrations.torchtitan_toml import translate
+from cp_engine.integrations.torchtitan_toml import DEGREE, OF_TEXT, translate
 from cp_engine.keys import known_keys, titan_table, unknown_key
 
 GROUP, OPTION = "translated", "toml"
 """Where Hydra finds a translation."""
+CHOSEN = f"+{GROUP}={OPTION}"
+TWICE = (  # (key of torchtitan, what decides the same)
+    (DEGREE, "cp.degree"),
+    ("model.name", "model"),
+    ("training.dataset", "data"),
+    ("training.dataset_path", "data"),
+    ("parallelism.context_parallel_rotate_method", "cp"),
+    ("parallelism.enable_custom_context_parallel", "cp"),
+    ("parallelism.custom_context_parallel_path", "cp"),
+)
 FLAG = re.compile(r"--(?P<key>[a-z_]+\.[\w.-]+)(?:=(?P<value>.*))?", re.DOTALL)
 OTHER_PLACES = {  # torchtitan's flag -> what says the same here
     "job.config_file": "toml",
     "parallelism.context_parallel_degree": "cp.degree",
     "model.name": "model",
     "training.dataset": "data",
+    "training.dataset_path": "datasets.c4_test.path",
+    "model.hf_assets_path": "datasets.c4_test.tokenizer",
 }
 
 
@@ -52,10 +66,13 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
         if path is not None and to == "experiment":
             problems += _of_the_run(arguments)
     if path is not None:
+        problems += [*_swept(arguments), *_typed_twice(said)]
         asked = Asked(
-            values={key.removeprefix("titan."): o.value() for key, o in said.items() if key.startswith("titan.")},
+            values=_values(said),
             model=_word(said, "model", "") or None,
-            folders=(*([Path(config_dir)] if config_dir else []), conf_dir()),
+            data=_word(said, "data", "") or None,
+            experiment=_word(said, "experiment", "") or None,
+            folders=(conf_dir(), *([Path(config_dir)] if config_dir else [])),
             trust_modules=_flag(said, "translate.trust_modules"),
             drop_npu_converters=_flag(said, "translate.drop_npu_converters"),
         )
@@ -66,6 +83,35 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
     if problems:
         raise ConfigError(problems, source="the command line")
     return translation
+
+
+def _values(said: Mapping[str, Override]) -> dict[str, object]:
+    """Keys below `titan`; sections and interpolations are left to Hydra."""
+    typed = {k.removeprefix("titan."): o for k, o in said.items() if k.startswith("titan.")}
+    return {k: o.value() for k, o in typed.items() if "${" not in str(o.input_line) and not isinstance(o.value(), dict)}
+
+
+def _typed_twice(said: Mapping[str, Override]) -> Iterator[Problem]:
+    """A key of torchtitan beside the choice that replaces it."""
+    for key, instead in TWICE:
+        if f"titan.{key}" in said and instead in said:
+            what = f"and {instead} on one command line; both decide the same"
+            yield Problem(key=f"titan.{key}", what=what, tries=(str(said[instead].input_line),))
+
+
+def _swept(arguments: Sequence[str]) -> Iterator[Problem]:
+    """What a sweep cannot vary, since a file is translated once."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return
+    deciding = {f"titan.{key}" for key in (*Rules(conf_dir()).deciding, *OF_TEXT, "training.dataset", "model.flavor")}
+    for argument in arguments:
+        parsed = None if argument.startswith("-") or "=" not in argument else _parsed(argument)
+        if parsed is not None and parsed.is_sweep_override() and parsed.key_or_group in {*deciding, "model"}:
+            rule = (
+                "rule",
+                "it decides what the file asks for, and a file is translated once; sweep over cp, or run one by one",
+            )
+            yield Problem(key=parsed.key_or_group, what="cannot be swept beside toml", details=(rule,))
 
 
 def _word(said: Mapping[str, Override], key: str, otherwise: str) -> str:
@@ -104,9 +150,11 @@ def for_hydra(arguments: Sequence[str], translation: Translation | None) -> list
     """The arguments with paths quoted, the translation chosen, and without what it used up."""
     used = {f"titan.{key}" for key in translation.overridden} if translation is not None else set()
     paths = {key: path for key in ("toml", "out") if (path := path_of(arguments, key)) is not None}
-    result = [a for a in arguments if a.partition("=")[0].lstrip("+") not in (*used, *paths)]
+    written = translation.settings if translation is not None else {}
+    result = [a.lstrip("+") if a.partition("=")[0].lstrip("+") in written else a for a in arguments]
+    result = [a for a in result if a.partition("=")[0].lstrip("+") not in (*used, *paths)]
     result += [f"{key}={_quoted(path)}" for key, path in paths.items()]
-    return [*result, f"+{GROUP}={OPTION}"] if translation is not None else result
+    return [*result, CHOSEN] if translation is not None else result
 
 
 def flag_problems(arguments: Sequence[str]) -> list[Problem]:
@@ -118,7 +166,7 @@ def flag_problems(arguments: Sequence[str]) -> list[Problem]:
             continue
         key, value = match.group("key").replace("-", "_"), match.group("value")
         following = arguments[i + 1] if i + 1 < len(arguments) else None
-        if value is None and following is not None and not following.startswith("-") and "=" not in following:
+        if value is None and following is not None and re.fullmatch(r"-\d.*|[^-=][^=]*", following):
             value = following
         section, _, last = key.rpartition(".")
         if last.startswith("no_") and f"{section}.{last[3:]}" in titan_table():
@@ -133,6 +181,13 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
         problem = unknown_key(f"titan.{key}", known_keys(), value)
         return Problem(key=argument, what=f"{problem.key}: unknown key", details=(rule,), tries=problem.tries)
     name = OTHER_PLACES.get(key, f"titan.{key}")
+    balancer, layouts = Rules(conf_dir()).balancers
+    if key == balancer:
+        name, value = "layout@cp.layout", str(layouts.get(None if value == "None" else value, "zigzag"))
+    elif key == "parallelism.context_parallel_rotate_method":
+        name, value = "cp", Rules(conf_dir()).native(value)
+    elif str(titan_table()[key]["type"]).startswith("list["):
+        value = f"[{value}]"
     shown = value if _parsed(f"{name}={value}") is not None else _quoted(value)
     return Problem(
         key=argument, what="is a flag of torchtitan's own program", details=(rule,), tries=(f"{name}={shown}",)
@@ -142,11 +197,19 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
 def _of_the_run(arguments: Sequence[str]) -> Iterator[Problem]:
     """Groups and keys on the command line that belong to the run: a translation would not write them."""
     beside = ("mode", "toml", "out", "model")
-    for override in _overrides(arguments):
-        key = str(override.input_line).partition("=")[0].lstrip("+~")
-        if key not in beside and not key.startswith(("translate.", "titan.", "hydra.")):
+    if {"-m", "--multirun"} & set(arguments):
+        yield Problem(
+            key="-m", what="is a sweep, and a file is translated once", tries=("mode=translate toml=... out=...",)
+        )
+    for argument in arguments:
+        parsed = None if argument.startswith("-") else _parsed(argument)
+        if parsed is None:
+            continue
+        key = parsed.key_or_group
+        is_one = not (parsed.is_delete() or parsed.is_sweep_override()) and "${" not in argument
+        if not (key in beside or key.startswith(("translate.", "hydra.")) or (key.startswith("titan.") and is_one)):
             rule = ("rule", "a translation says what the file says; give this to the run")
-            tries = (f"python launch.py experiment=... {override.input_line}",)
+            tries = (f"python launch.py experiment=... {shlex.quote(argument)}",)
             yield Problem(key=key, what="would not be written", details=(rule,), tries=tries)
 
 

@@ -348,6 +348,7 @@ def test_trusted_module_gives_keys_and_its_job_config(tmp_path: Path, monkeypatc
     (tmp_path / "my_titan_keys.py").write_text(
         "from dataclasses import dataclass, field\n"
         "@dataclass\nclass Corpus:\n    shards: int = 3\n    names: list[str] | None = None\n"
+        "    other: dict[str, int] | tuple[int, ...] = ()\n"
         "@dataclass\nclass JobConfig:\n    corpus: Corpus = field(default_factory=Corpus)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -358,6 +359,8 @@ def test_trusted_module_gives_keys_and_its_job_config(tmp_path: Path, monkeypatc
     with cpu_shims():
         from cp_engine.integrations.torchtitan_host import job_config
     assert job_config(train.titan_of(config)).corpus.shards == 5
+    plain_file = of_text(tmp_path, text.partition("[corpus]")[0], trust_modules=True)
+    assert "titan.job.custom_config_module" in plain_file.settings  # its defaults may differ
     with pytest.raises(ConfigError, match=r"corpus\.shards  is str 'x', not int"):
         of_text(tmp_path, text.replace("5", '"x"'), trust_modules=True)
 
@@ -383,6 +386,18 @@ def test_any_value_arrives_as_it_is(text: str, names: list[str], number: float) 
         names,
         number,
     )
+
+
+def test_only_line_feeds_end_a_line_and_arrays_hide_no_key(tmp_path: Path) -> None:
+    made = of_text(
+        tmp_path,
+        "[training]\n# a note\u2028steps = 5\n[parallelism]\nmodule_fqns_per_model_part = [\n"
+        '  ["layers.0"],\n  ["layers.1"]\n]\ntensor_parallel_degree = 2\n'
+        '[job]\ndescription = """a\u2028b\nsteps = 7\n[training]\n"""\n',
+    )
+    assert made.settings["titan.training.steps"] == (10000, "torchtitan's default")
+    assert made.settings["titan.parallelism.tensor_parallel_degree"] == (2, "line 8")
+    assert made.settings["titan.job.description"][0] == "a\u2028b\nsteps = 7\n[training]\n"
 
 
 def test_text_of_a_value_is_in_the_job_as_it_is() -> None:
@@ -419,7 +434,7 @@ def test_command_line_wins_over_the_file_and_the_file_over_the_experiment(
     assert (made["cp"]["name"], made["titan"]["training"]["steps"], made["titan"]["training"]["seq_len"]) == (
         "allgather_kv",
         9,
-        2048,
+        64,  # which the file does not say
     )
     assert job("titan.training.steps=11", "cp=ring")["titan"]["training"]["steps"] == 11
     assert job("cp=ring")["cp"]["name"] == "ring"

@@ -96,6 +96,17 @@ def test_mistake_is_refused_and_nothing_is_written(
         '[model]\nname = "llama3"\n[parallelism]\ncontext_parallel_degree = 2\n[training]\ndataset = "c4_test"\n'
     )
     (tmp_path / "bad.toml").write_text("[training]\nstepz = 3\nsteps = true\n")
+    (tmp_path / "rotate.toml").write_text(
+        '[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = "ring"\n'
+    )
+    (tmp_path / "list.toml").write_text('[parallelism]\ncontext_parallel_load_balancer = ["headtail"]\n')
+    (tmp_path / "big.toml").write_text(f"[training]\nsteps = {2**63}\n")
+    (tmp_path / "huge.toml").write_text(f"[training]\nsteps = {'9' * 5000}\n")
+    (tmp_path / "quoted.toml").write_text('"training.steps" = 5\n')
+    (tmp_path / "float8.toml").write_text('[model]\nconverters = ["float8"]\n')
+    (tmp_path / "hf.toml").write_text(
+        '[model]\nhf_assets_path = "/a"\n[training]\ndataset = "c4_test"\n[checkpoint]\ninitial_load_in_hf = true\n'
+    )
     (tmp_path / "empty.toml").write_text("# nothing\n\n")
     (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "caf\xe9"\n')
     (tmp_path / "config.py").write_text("")
@@ -114,7 +125,7 @@ def test_any_name_of_a_file_is_read(command: Command, tmp_path: Path, name: str)
     (tmp_path / name).write_text("[parallelism]\ncontext_parallel_degree = 2\n")
     shown = command(f"toml={name}", "--cfg", "job")
     assert shown.code == 0, shown.err
-    out = f"made/{name}.yaml"
+    out = f"made {name}/mine.yaml"
     result = command("mode=translate", f"toml={name}", f"out={out}")
     assert result.code == 0 and (tmp_path / out).is_file(), result.err
     quoted = command(f"toml='{name}'", "--cfg", "job") if "'" not in name else shown
@@ -214,6 +225,53 @@ def test_what_no_toml_can_say_is_refused_by_name(command: Command, arguments: li
     )
     assert result.code == 1 and result.out == ""
     assert not [text for text in says if text not in result.err], result.err
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "said"),
+    [
+        ("npu_dsa", ["cp=allgather_kv", "layout@cp.layout=zigzag"], "read as  cp=dsa contiguous"),
+        ("npu_ulysses", ["cp=allgather_kv"], "cp=ulysses"),
+    ],
+)
+def test_toml_that_would_be_read_as_another_composition_is_refused(
+    command: Command, file: str, overrides: list[str], said: str
+) -> None:
+    kept = ["titan.job.custom_config_module=torchtitan_npu.config.custom_config"]
+    kept += ["titan.parallelism.enable_custom_context_parallel=true"] if file == "npu_ulysses" else []
+    given = ["model=deepseek_v3", *kept] if file == "npu_ulysses" else [f"toml={OWN / file}.toml"]
+    result = command("mode=translate", "translate.to=toml", "data=c4", *given, *overrides)
+    assert result.code == 1 and said in result.err, result.err
+
+
+def test_typed_keys_are_read_as_if_the_file_had_them(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('[model]\nname = "llama3"\nhf_assets_path = "/tok"\n[training]\ndataset = "c4"\n')
+
+    def job(*arguments: str, file: str = "a.toml") -> dict[str, dict[str, dict[str, object]]]:
+        result = command(f"toml={file}", *arguments, "--cfg", "job")
+        assert result.code == 0, result.err
+        found: dict[str, dict[str, dict[str, object]]] = yaml.safe_load(result.out)
+        return found
+
+    command("mode=translate", "toml=a.toml", "model=qwen3", "out=mine/experiment/n.yaml")
+    made = yaml.safe_load(command("--config-dir", "mine", "experiment=n", "--cfg", "job").out)
+    assert made["titan"]["model"]["name"] == "qwen3"
+    assert job("data=c4_test")["datasets"] == {"c4_test": {"tokenizer": "/tok"}}  # a tokenizer is the model's
+    assert job("titan.training.dataset_path=/typed")["datasets"]["c4"]["path"] == "/typed"
+    assert job("+titan.training.max_norm=2.0")["titan"]["training"]["max_norm"] == 2.0
+    assert job("titan.training.dataset_path=null")["datasets"]["c4"]["path"] is None
+    assert job("titan.job.description=${mode}")["titan"]["job"]["description"] == "${mode}"  # not resolved by --cfg
+    npu = str(OWN / "npu_dsa.toml")
+    dropped = job(
+        "translate.drop_npu_converters=true", "titan.model.converters=[npu_rope,quantize.linear.mx]", file=npu
+    )
+    assert dropped["titan"]["model"]["converters"] == ["quantize.linear.mx"]
+
+
+def test_two_runs_from_one_toml_share_no_folder(command: Command) -> None:
+    assert (
+        "dump_folder" not in yaml.safe_load(command(f"toml={OWN / 'native.toml'}", "--cfg", "job").out)["titan"]["job"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,19 @@ def place_of(config: Mapping[str, object], name: str, key: str) -> str | None:
     return None if value is None else str(value)
 
 
+def tokenizer_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """torchtitan has one place for tokenizer and checkpoint; two that differ cannot both be meant."""
+    name, assets = dataset_of(config), _titan(config, "model.hf_assets_path")
+    tokenizer = None if name is None else place_of(config, name, "tokenizer")
+    if assets is not None and tokenizer is not None and assets != tokenizer:
+        key, what = f"datasets.{name}.tokenizer", f"is {tokenizer}, and titan.model.hf_assets_path is {assets}"
+        rule = ("rule", "torchtitan reads tokenizer and Hugging Face checkpoint from one folder")
+        yield Problem(key=key, what=what, details=(rule,), tries=(f"titan.model.hf_assets_path={tokenizer}",))
+
+
 def _check_dataset(config: Mapping[str, object], name: str) -> Iterator[Problem]:
     """torchtitan's own data sets are local folders, or names on the network; its tokenizers are folders."""
+    yield from tokenizer_problems(config)
     keys = ("experimental.custom_import", "job.custom_config_module")
     may_register = any(_titan(config, key) for key in keys)
     if name not in TEXTS and not may_register:

@@ -7,6 +7,10 @@ import typing
 from importlib.util import find_spec
 
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.keys import module_tables
+
+ANY = "any"
+"""A type that the tables do not describe; every value has it."""
 
 Table = dict[str, dict[str, object]]
 
@@ -21,11 +25,19 @@ def imported_table(module: str) -> Table:
         ConfigError: it cannot be imported, or has no dataclass JobConfig.
     """
     try:
-        made = importlib.import_module(module).JobConfig()
+        return keys_of(importlib.import_module(module).JobConfig())
     except Exception as error:  # of any kind: it is somebody's program
         key, what = "titan.job.custom_config_module", f"{module} gives no JobConfig: {type(error).__name__}: {error}"
         raise ConfigError([Problem(key=key, what=what)]) from error
-    return keys_of(made)
+
+
+def untrusted(module: str) -> Problem:
+    """The problem of a config module whose keys are not known."""
+    rule = ("rule", "torchtitan would import and run it; it is imported here only when you say that you trust it")
+    what, details = f"'{module}' is not a module whose keys are known", (rule, ("known", ", ".join(module_tables())))
+    return Problem(
+        key="titan.job.custom_config_module", what=what, details=details, tries=("translate.trust_modules=true",)
+    )
 
 
 def is_installed(module: str) -> bool:
@@ -54,10 +66,10 @@ def type_name(hint: object) -> str:
         return " | ".join(repr(choice) for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(type_name(argument) for argument in arguments)
+    if origin is dict:
+        return "dict"
     if origin is list:
         return f"list[{type_name(arguments[0])}]"
     if hint is type(None):
         return "null"
-    if isinstance(hint, type):
-        return hint.__name__
-    raise TypeError(f"no name for {hint!r}")
+    return hint.__name__ if hint in (bool, int, float, str, dict, list) and isinstance(hint, type) else ANY

@@ -23,7 +23,7 @@ def toml_text(config: Mapping[str, object]) -> str:
     Raises:
         ConfigError: everything that no key of torchtitan or torchtitan-npu says.
     """
-    problems = [*job.mask_problems(config), *job.shape_problems(config)]
+    problems = [*job.mask_problems(config), *job.shape_problems(config), *data.tokenizer_problems(config)]
     keys = _titan_keys(config)
     rules, cp = Rules(conf_dir()), config["cp"]
     assert isinstance(cp, Mapping)
@@ -42,6 +42,8 @@ def toml_text(config: Mapping[str, object]) -> str:
         asked |= {"training.dataset": dataset}
         asked |= {key: at for key, name in places.items() if (at := data.place_of(config, dataset, name)) is not None}
     keys = {**asked, **{key: value for key, value in keys.items() if key not in asked}}
+    if not problems:
+        problems += _otherwise_read(rules, keys, config, asked, degree)
     for key, value in keys.items():
         if value is None:
             default = titan_table(config)[key]["default"]
@@ -52,6 +54,23 @@ def toml_text(config: Mapping[str, object]) -> str:
         raise ConfigError(problems)
     program = "torchtitan-npu 0.2.2" if CONFIG_MODULE.removeprefix("titan.") in asked else "torchtitan 0.2.2"
     return "\n".join([f"# cp={cp['name']} on {degree} ranks, as a file of {program}.", *_sections(keys)]) + "\n"
+
+
+def _otherwise_read(
+    rules: Rules, keys: Mapping[str, object], config: Mapping[str, object], asked: Mapping[str, object], degree: int
+) -> Iterator[Problem]:
+    """A file whose other keys would ask for another composition than its configuration has."""
+    module = keys.get("job.custom_config_module", "")
+    table = titan_table({"titan": {"job": {"custom_config_module": module}}})
+    read = rules.composed(lambda key: keys[key] if key in keys else table.get(key, {}).get("default"))
+    cp = config["cp"]
+    assert isinstance(cp, Mapping)
+    layout = lookup(config, "cp.layout.kind")
+    is_same = read.preset and _is_like(cp, compose(read.preset)) and (degree == 1 or read.layout == layout)
+    if not is_same:
+        details = (("read as", f"cp={read.preset} {read.layout}".strip()), ("rule", read.why or "another rule"))
+        what = "would be read as another composition, because of other keys of titan.*"
+        yield Problem(key="cp", what=what, details=details)
 
 
 def _titan_keys(config: Mapping[str, object]) -> dict[str, object]:
@@ -99,13 +118,12 @@ def _asked(
         what = f"is {layout}, and torchtitan-npu cuts the sequence {wanted} whatever the file says"
         return {}, [Problem(key="cp.layout", what=what, tries=(f"layout@cp.layout={wanted}",))]
     if degree > 1 and wanted is None:
-        named = [name for name, kind in choices.items() if kind == layout and name not in ("none", "None")]
-        default = titan_table({"titan": {"job": {"custom_config_module": asked.get("job.custom_config_module", "")}}})
+        named = [name for name, kind in choices.items() if kind == layout]
+        module = asked.get("job.custom_config_module", keys.get("job.custom_config_module", ""))
+        default = titan_table({"titan": {"job": {"custom_config_module": module}}})
         if not named or (named == [None] and default[key]["default"] is not None):
             what = f"is {layout}, which the file cannot ask for: {key} has no word for it in TOML"
-            tries = tuple(
-                f"layout@cp.layout={kind}" for name, kind in choices.items() if name not in (None, "none", "None")
-            )
+            tries = tuple(f"layout@cp.layout={kind}" for name, kind in choices.items() if name is not None)
             return {}, [Problem(key="cp.layout", what=what, tries=tries)]
         if named[0] is not None:
             asked[key] = named[0]

@@ -51,7 +51,7 @@ def read_toml(path: str) -> TomlFile:
         ConfigError: there is no such file, it cannot be read, it is empty, or nothing can be told about the rest of it.
     """
     text = _text(path)
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").split("\n")  # and no other sign ends a line
     first: dict[str, int] = {}
     problems = []
     for key, number, is_section in list(_keys(lines)):
@@ -70,6 +70,9 @@ def read_toml(path: str) -> TomlFile:
             if at is None:  # what follows may belong to another section
                 raise ConfigError(problems, source=path) from error
             lines[at - 1] = ""
+        except (ValueError, RecursionError) as error:
+            what = f"cannot be parsed: {type(error).__name__}: {error}"
+            raise ConfigError([*problems, Problem(key="toml", what=what)], source=path) from error
 
 
 def _text(path: str) -> str:
@@ -82,6 +85,8 @@ def _text(path: str) -> str:
             "torchtitan's Python configurations (0.3 and later) are programs; only TOML files are translated",
         )
         raise refused("is a Python file", rule)
+    if any("\ud800" <= letter <= "\udfff" for letter in path):
+        raise ConfigError([Problem(key="toml", what=f"{path!r} is not the name of a file in UTF-8")])
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError as error:
@@ -98,10 +103,13 @@ def _text(path: str) -> str:
 def _keys(lines: list[str]) -> Iterator[tuple[str, int, bool]]:
     """(dotted key, line, whether it is a section); keys inside arrays of tables are left out."""
     section: str | None = ""
-    closing = ""
+    closing, depth = "", 0
     for number, line in enumerate(lines, 1):
         if closing:
             closing = "" if closing in line else closing
+            continue
+        if depth > 0:  # inside an array
+            depth += _opened(line)
             continue
         if header := HEADER.match(line):
             section = _dotted(header.group(2)) + "." if header.group(1) == "[" else None
@@ -110,10 +118,19 @@ def _keys(lines: list[str]) -> Iterator[tuple[str, int, bool]]:
             if section is not None:
                 yield section + _dotted(pair.group(1)), number, False
             closing = next((mark for mark in MULTILINE if line.count(mark) == 1), "")
+            depth = 0 if closing else _opened(line[pair.end() :])
+
+
+def _opened(line: str) -> int:
+    """How many arrays and tables a line opens and does not close."""
+    code = re.sub(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|#.*""", "", line)
+    return sum(code.count(a) - code.count(b) for a, b in ("[]", "{}"))
 
 
 def _dotted(name: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in re.findall(NAME, name))
+    """A name as the tables have it; a quoted part with a dot stays quoted, since it is one name."""
+    parts = [part.strip() for part in re.findall(NAME, name)]
+    return ".".join(part if "." in part else part.strip("\"'") for part in parts)
 
 
 def _fault(error: tomllib.TOMLDecodeError, lines: list[str]) -> tuple[Problem, int | None]:

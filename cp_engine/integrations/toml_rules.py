@@ -69,7 +69,9 @@ class Rules:
 
     def composed(self, values: Values) -> Composed:
         """The preset and the layout that a file asks for."""
-        row = next(self._holding("compositions", values))
+        row = next(self._holding("compositions", values), None)
+        if row is None:  # a word that another check refuses
+            return Composed()
         if "refuse" in row:
             key = str(row.get("key", "model.name"))
             return Composed(refusal=(key, str(row["refuse"]), str(row.get("try", ""))))
@@ -83,6 +85,16 @@ class Rules:
     def balancers(self) -> tuple[str, Mapping[object, object]]:
         """The key of the load balancer, and the layout of each."""
         return self._data["layouts"]["key"], self._data["layouts"]["choices"]
+
+    def native(self, rotate_method: str) -> str:
+        """The preset of torchtitan's own context parallelism."""
+        values = {"parallelism.context_parallel_rotate_method": rotate_method, "parallelism.context_parallel_degree": 2}
+        return next((str(row.get("cp", "")) for row in self._holding("compositions", values.get)), "...")
+
+    @property
+    def deciding(self) -> frozenset[str]:
+        """The keys that decide what a translation chooses."""
+        return frozenset(key for row in self._data["compositions"] for key in row["when"]) | {self.balancers[0]}
 
     @property
     def presets(self) -> tuple[str, ...]:

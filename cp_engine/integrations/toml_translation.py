@@ -17,13 +17,17 @@ class Asked:
     Args:
         values: keys of torchtitan, without `titan.`; they win over the file.
         model: the option of the group `model`; None for the file's own.
-        folders: configuration folders, the user's before the shipped one, which is the last.
+        data: the option of the group `data`.
+        experiment: its name.
+        folders: configuration folders, the shipped one first.
         trust_modules: import config modules that the shipped table does not know.
         drop_npu_converters: leave out converters that call Ascend operators.
     """
 
     values: Mapping[str, object] = field(default_factory=dict)
     model: str | None = None
+    data: str | None = None
+    experiment: str | None = None
     folders: tuple[Path, ...]
     trust_modules: bool = False
     drop_npu_converters: bool = False
@@ -62,6 +66,7 @@ class Translation:
         rows: one per key.
         notes: what a reader should know although nothing is wrong.
         overridden: keys below `titan` of the command line that were used up.
+        flags: of `translate`, as they were read.
     """
 
     path: str
@@ -71,6 +76,7 @@ class Translation:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     overridden: tuple[str, ...] = ()
+    flags: Mapping[str, bool] = field(default_factory=dict)
 
     def count(self, became: str) -> int:
         """How many keys became what."""

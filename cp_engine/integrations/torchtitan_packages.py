@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 
 from cp_engine.compose import conf_dir
 from cp_engine.errors import Problem
-from cp_engine.integrations.config_modules import is_installed
+from cp_engine.integrations.config_modules import is_installed, untrusted
 from cp_engine.integrations.toml_rules import Rules
 from cp_engine.keys import ABSENT, CONFIG_MODULE, lookup, module_tables, shape_table, titan_table, value_of
 
 CONVERTERS = "titan.model.converters"
+KNOWN = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+"""torchtitan's own model converters. Source: torchtitan/components/quantization of 0.2.2."""
 
 
 def check(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -25,11 +27,8 @@ def check(config: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _module_problems(config: Mapping[str, object], module: str) -> Iterator[Problem]:
-    known = module_tables()
-    if module not in known and lookup(config, "translate.trust_modules") is not True:
-        rule = ("rule", "its JobConfig is imported only when you say that you trust it")
-        what, details = f"'{module}' is not a module whose keys are known", (rule, ("known", ", ".join(known)))
-        yield Problem(key=CONFIG_MODULE, what=what, details=details, tries=("translate.trust_modules=true",))
+    if module not in module_tables() and lookup(config, "translate.trust_modules") is not True:
+        yield untrusted(module)
     elif not is_installed(module):
         package = module.partition(".")[0]
         added = (f"titan.{key}" for key in sorted(set(titan_table(config)) - set(titan_table())))
@@ -64,6 +63,13 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         left = ",".join(name for name in converters if name not in found)
         drop = "translate.drop_npu_converters=true" if config.get("toml") else f"{CONVERTERS}=[{left}]"
         yield Problem(key=CONVERTERS, what=what, tries=(drop,))
+    may_register = any(value_of(config, key) for key in (CONFIG_MODULE, "titan.experimental.custom_import"))
+    assert isinstance(converters, list)
+    for name in [] if may_register else [c for c in converters if c not in (*KNOWN, *found)]:
+        near = next((other for other in KNOWN if other.endswith(f".{name}")), None)
+        tries = (f"{CONVERTERS}=[{near}]",) if near else ()
+        what, allowed = f"has {name}, which torchtitan 0.2.2 does not know", ("allowed", ", ".join(KNOWN))
+        yield Problem(key=CONVERTERS, what=what, details=(allowed,), tries=tries)
 
 
 def npu_converters(config: Mapping[str, object]) -> list[str]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 import yaml
 
 from cp_engine.compose import compose
+from cp_engine.data.sources import TEXTS
 from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.integrations.config_modules import imported_table
+from cp_engine.integrations.config_modules import imported_table, untrusted
 from cp_engine.integrations.toml_file import TomlFile
 from cp_engine.integrations.toml_keys import all_modules, key_problem, leaves
 from cp_engine.integrations.toml_rules import Composed, Rules
@@ -61,7 +62,7 @@ def translate(file: TomlFile, asked: Asked) -> Translation:
 class _Translator:
     def __init__(self, file: TomlFile, asked: Asked) -> None:
         self.file, self.asked = file, asked
-        self.rules = Rules(asked.folders[-1])
+        self.rules = Rules(asked.folders[0])
         self.problems = list(file.problems)
         self.result = Translation(path=file.path)
         self.keys: dict[str, _Key] = {}
@@ -80,7 +81,9 @@ class _Translator:
             entry = self.keys[key]
             if entry.value == {} and any(name.startswith(f"{key}.") for name in self.table):
                 del self.keys[key]  # a section without keys
-            elif problem := key_problem(key, entry.written, entry.value, self.table, self.rules):
+            elif problem := key_problem(
+                key, entry.written, entry.value, self.table, self.rules, is_typed=entry.where == COMMAND_LINE
+            ):
                 self.problems.append(replace(problem, details=(("at", entry.where), *problem.details)))
         older = any(key in self.rules.retired for key, _ in written)
         self.result.generation = self.rules.generation(lambda key: older if key == "older" else self.value(key))
@@ -91,14 +94,17 @@ class _Translator:
             return
         self._compose(composed)
         self._choose_mask()
-        self.result.notes += self.rules.notes(self.value)
+        self.result.notes += self.rules.notes(lambda key: older if key == "older" else self.value(key))
         for key, entry in self.keys.items():
             self._write(key, entry, text)
         self._defaults(text)
-        for name in ("trust_modules", "drop_npu_converters"):
-            if getattr(self.asked, name):
+        self.result.flags = {name: getattr(self.asked, name) for name in ("trust_modules", "drop_npu_converters")}
+        for name, is_on in self.result.flags.items():
+            if is_on:
                 self.result.settings[f"translate.{name}"] = (True, COMMAND_LINE)
-        self.result.overridden = tuple(key for key in self.asked.values if f"titan.{key}" not in self.result.settings)
+        settings = self.result.settings
+        typed = self.asked.values.items()
+        self.result.overridden = tuple(k for k, v in typed if settings.get(f"titan.{k}", (settings,))[0] != v)
 
     def value(self, key: str) -> object:
         """Of the command line, else of the file, else torchtitan's default; the model's name of the chosen option."""
@@ -134,14 +140,9 @@ class _Translator:
         if module in module_tables():
             return {**module_tables()[module], **self.rules.older_keys(module)}
         if not self.asked.trust_modules:
-            rule = (
-                "rule",
-                "torchtitan would import and run it; it is imported here only when you say that you trust it",
+            self.problems.append(
+                replace(untrusted(module), key=entry.written, details=(("at", entry.where), *untrusted(module).details))
             )
-            details = (("at", entry.where), rule, ("known", ", ".join(module_tables())))
-            what = f"'{module}' is not a module whose keys are known"
-            tries = ("translate.trust_modules=true",)
-            self.problems.append(Problem(key=entry.written, what=what, details=details, tries=tries))
             return {}
         try:
             return imported_table(module)
@@ -151,6 +152,8 @@ class _Translator:
 
     def _composed(self) -> Composed:
         key, choices = self.rules.balancers
+        if not isinstance(self.value(key), str | None):
+            return Composed()  # its type is refused already
         if self.value(key) not in choices:
             near = suggest(str(self.value(key)), [name for name in choices if isinstance(name, str)])
             allowed = ", ".join("null" if name is None else str(name) for name in choices)
@@ -177,8 +180,9 @@ class _Translator:
         found = option_with(self.asked.folders, "model", "name", name)
         if found is None:
             self._no_option("model", "model.name", name, "name")
-        elif self.asked.model is None:
-            self.result.choices["model"] = (found, self._whence("model.name"))
+        else:
+            whence = self._whence("model.name") if self.asked.model is None else COMMAND_LINE
+            self.result.choices["model"] = (self.asked.model or found, whence)
 
     def _choose_text(self) -> str:
         """The data set, which is an option of the group `data`."""
@@ -230,18 +234,16 @@ class _Translator:
     def _write(self, key: str, entry: _Key, text: str) -> None:
         """One key: as a value of the same name, or as what it decides."""
         settings = self.result.settings
-        decided = {DEGREE, self.rules.balancers[0], "parallelism.context_parallel_rotate_method"}
-        if key in decided or key in (
-            "parallelism.enable_custom_context_parallel",
-            "parallelism.custom_context_parallel_path",
-        ):
+        if key.startswith("parallelism.") and key in self.rules.deciding:
             self._row(entry, "mapped", f"cp={self.result.choices['cp'][0]}")
         elif key == "model.name":
             self._row(entry, "mapped", f"model={option_with(self.asked.folders, 'model', 'name', entry.value)}")
         elif key == "training.dataset":
             self._row(entry, "mapped", f"data={self.result.choices['data'][0]}")
         elif key in OF_TEXT and not (key == "model.hf_assets_path" and any(self.value(name) for name in IN_HF)):
-            target = f"datasets.{text}.{OF_TEXT[key]}"
+            chosen = option(self.asked.folders, "data", self.asked.data or "").get("dataset")
+            place = str(chosen) if key == "model.hf_assets_path" and chosen is not None else text  # of the model
+            target = f"datasets.{place}.{OF_TEXT[key]}"
             settings[target] = (entry.value, entry.where)
             self._row(entry, "mapped", target)
         elif key == CONVERTERS and self.asked.drop_npu_converters and (dropped := self._npu_converters()):
@@ -262,22 +264,28 @@ class _Translator:
         return [name for name in value if name in self.rules.npu_converters] if isinstance(value, list) else []
 
     def _needs_module(self) -> bool:
-        """Whether the run still needs the config module: for keys that torchtitan has not, or for converters."""
+        """Whether the run still needs the config module: for keys that torchtitan has not, a data set, or converters."""
         module = str(self.value(MODULE))
+        if module not in module_tables() or self.value("training.dataset") not in TEXTS:
+            return True
         extra = set(self.table) - set(titan_table()) - set(self.rules.older_keys(module))
         kept = {key for key in self.keys if key in extra and key != "parallelism.enable_custom_context_parallel"}
         return bool(kept) or (bool(self._npu_converters()) and not self.asked.drop_npu_converters)
 
     def _defaults(self, text: str) -> None:
         """torchtitan's value of what the file leaves out and this project's own configuration sets to something else."""
-        shipped = yaml.safe_load((self.asked.folders[-1] / "config.yaml").read_text(encoding="utf-8"))["titan"]
-        chosen = self.asked.model or self.result.choices["model"][0]
+        shipped = yaml.safe_load((self.asked.folders[0] / "config.yaml").read_text(encoding="utf-8"))["titan"]
+        chosen = self.result.choices["model"][0]
+        named = option(self.asked.folders, "experiment", self.asked.experiment or "").get("titan", {})
+        assert isinstance(named, Mapping)
+        of_experiment = dict(leaves(named, titan_table()))  # it says more than a default
         model = {k: v for k, v in option(self.asked.folders, "model", chosen).items() if k != "name"}
         own = dict(leaves({**shipped, "model": model}, titan_table()))
-        own |= {"job.dump_folder": None, "metrics.disable_color_printing": None}  # set by a run
+        own |= {"metrics.disable_color_printing": None}  # set by a run, as is the folder, which no two runs share
         for key, value in own.items():
             default = self.table[key]["default"]
-            if key not in self.keys and value != default and not (key == "model.flavor" and self.asked.model):
+            is_chosen = (key == "model.flavor" and self.asked.model) or key in of_experiment
+            if key not in self.keys and value != default and not is_chosen:
                 self.result.settings[f"titan.{key}"] = (default, DEFAULT)
                 self._row(_Key(key, default, DEFAULT), "defaulted", f"titan.{key}")
 

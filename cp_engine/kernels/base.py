@@ -58,6 +58,7 @@ class Limits:
         widest: the largest head dim; None for any.
         capability: the lowest compute capability.
         dtype_capability: dtype -> a higher lowest one.
+        joins: kinds of joined tiles that it takes, see `cp_engine.tiles.in_fewer_calls`.
     """
 
     devices: tuple[str, ...] = ()
@@ -65,6 +66,7 @@ class Limits:
     widest: int | None = None
     capability: tuple[int, int] = (0, 0)
     dtype_capability: tuple[tuple[str, tuple[int, int]], ...] = ()
+    joins: tuple[str, ...] = ()
 
     def refusal(self, call: Call) -> str | None:
         """Why a call is outside the limits; None when it is inside."""
@@ -76,7 +78,7 @@ class Limits:
         if self.widest is not None and width > self.widest:
             return f"takes head dims up to {self.widest}, not {width}"
         hardware = call.hardware
-        if call.device == "cpu" or hardware is None:
+        if hardware is None:
             return None
         if not hardware.is_nvidia:
             return "is written for NVIDIA GPUs, and this PyTorch is built for ROCm"

@@ -14,7 +14,7 @@ from cp_engine.primitives.coverage import require_coverage, together
 from cp_engine.redistribute import Target, sizes
 from cp_engine.rotate import AttendOperation, Level, LocalBlocks, TravellingBlocks
 from cp_engine.shape import BYTES, Shape, counts
-from cp_engine.tiles import Tiling, tiling_of_blocks
+from cp_engine.tiles import Tiling, in_fewer_calls, tiling_of_blocks
 from cp_engine.transfer import Numbers, Table, Transfer
 
 
@@ -64,7 +64,9 @@ class Dense(Step):
         sources = self.sources(plan.mesh)
         attentions = [
             TiledAttention(
-                tiling=tiling_of_blocks(q.sequence[r], [k.sequence[s] for s in sources[r]], plan.mask)
+                tiling=in_fewer_calls(
+                    tiling_of_blocks(q.sequence[r], [k.sequence[s] for s in sources[r]], plan.mask), kernel.limits.joins
+                )
                 if q.heads[r].count
                 else Tiling((), False),
                 kernel=kernel,

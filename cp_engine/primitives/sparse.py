@@ -17,17 +17,26 @@ from cp_engine.errors import CoverageError
 from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout, cut_by, joined
 from cp_engine.operation import Operation
-from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
+from cp_engine.primitives.selection import (
+    SparseStep,
+    cost,
+    require_absorbed,
+    require_key,
+    require_once,
+    require_selection,
+    sights,
+)
 from cp_engine.redistribute import Redistribution, Target
 from cp_engine.shape import INDEX, counts
-from cp_engine.sight import Sight, seen_keys
+from cp_engine.sight import seen_keys
 from cp_engine.sparse import LearnOperation, SelectOperation, SparseOperation
 from cp_engine.transfer import Table, Transfer
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningIndexer(Step):
+class LightningIndexer(SparseStep):
     """Selects the keys of each query: q_index, k_index, w_index -> topk."""
 
     kind = "lightning_indexer"
@@ -38,7 +47,7 @@ class LightningIndexer(Step):
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         q, k = state.layout("q_index"), state.layout("k_index")
         together(state, ("q_index", "w_index"), "a score needs a query and its weights")
-        _require_key(state, "q_index", "k_index")
+        require_key(state, "q_index", "k_index")
         require_coverage(state, q, k, ("k_index",), "a key that the indexer does not see cannot be selected")
         return replace(state, layouts={**state.layouts, "topk": q}), ()
 
@@ -47,15 +56,20 @@ class LightningIndexer(Step):
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         made = counts(planned.layout_after("topk"), plan.part, "topk") * plan.shape.bytes_of("topk")
-        return _cost(plan, made)
+        return cost(plan, made)
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         is_learned = any(s.step.losses for s in plan.steps)
-        return SelectOperation(_sights(planned, "q_index", "k_index", plan, target), plan.shape.selected, is_learned)
+        return SelectOperation(
+            sights(planned, "q_index", "k_index", plan, target),
+            plan.shape.selected,
+            is_learned,
+            self.kernel_for(plan, target.device)[0],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sparse(Step):
+class Sparse(SparseStep):
     """Softmax attention to the selected keys, in absorbed form: q, kv_latent, k_rope, topk -> out in q's layout, and lse."""
 
     kind = "sparse_attention"
@@ -64,7 +78,7 @@ class Sparse(Step):
     differentiates = ("q", "kv_latent", "k_rope")
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
-        _require_absorbed(state)
+        require_absorbed(state)
         if "topk" not in state.layouts:
             raise Refused(
                 "no step before it selects keys",
@@ -73,8 +87,8 @@ class Sparse(Step):
             )
         q, latent, _, topk = (state.layout(t) for t in self.uses)
         together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
-        _require_key(state, "q", "kv_latent")
-        _require_selection(state, q, topk)
+        require_key(state, "q", "kv_latent")
+        require_selection(state, q, topk)
         require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
         history = {**state.history, "out": state.history.get("q", ())}
         return replace(state, layouts={**state.layouts, "out": q, "lse": q}, history=history), ()
@@ -91,14 +105,14 @@ class Sparse(Step):
             if queries not in per_set:
                 per_set[queries] = int(np.minimum(seen_keys(queries, plan.mask), shape.selected).sum())
             pairs.append(per_set[queries] * heads.count * shape.batch)
-        return replace(_cost(plan, made), pairs=tuple(pairs))
+        return replace(cost(plan, made), pairs=tuple(pairs))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
-        return SparseOperation(_sights(planned, "q", "kv_latent", plan, target))
+        return SparseOperation(sights(planned, "q", "kv_latent", plan, target), self.kernel_for(plan, target.device)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexerLoss(Step):
+class IndexerLoss(SparseStep):
     """The indexer's loss and its gradients: KL to the attention over the selected keys -> indexer_loss, a sum over queries.
 
     Args:
@@ -124,12 +138,12 @@ class IndexerLoss(Step):
         together(state, ("q_index", "w_index"), "a score needs a query and its weights")
         together(state, ("q", "lse"), "the attention of a query is made again from its lse")
         together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
-        _require_key(state, "q_index", "k_index")
-        _require_key(state, "q", "kv_latent")
+        require_key(state, "q_index", "k_index")
+        require_key(state, "q", "kv_latent")
         require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
         self._require_all_heads(state, q)
         self._require_same_queries(state, q, q_index)
-        _require_selection(state, q, topk)
+        require_selection(state, q, topk)
         for rank, (held, own) in enumerate(zip(topk.sequence, q_index.sequence, strict=True)):
             there = topk.heads[rank].count and held.count_common(own) == own.count
             if q_index.heads[rank].count and own.count and not there:
@@ -141,7 +155,7 @@ class IndexerLoss(Step):
                     shows=("q_index", "topk"),
                 )
         require_coverage(state, q_index, k_index, ("k_index",), "a key that can be selected is on the query's rank")
-        _require_once(state, q_index)
+        require_once(state, q_index)
         if not self.sum:
             return state, ()
         groups = tuple(state.mesh.groups(self.sum))
@@ -158,19 +172,20 @@ class IndexerLoss(Step):
         made = sum(counts(planned.layout_before(t), plan.part, t) * plan.shape.bytes_of(t) for t in self.uses[:3])
         if self.sum:
             made = made + counts(planned.layout_before("q"), plan.part, "target") * plan.shape.bytes_of("target")
-        cost = _cost(plan, made)
+        found = cost(plan, made)
         sent = tuple(int(b) for b in self.links(planned, plan)[0].sum(1))
-        return replace(cost, bytes_sent=(sent, cost.bytes_sent[1]), collectives=(int(any(sent)), 0))
+        return replace(found, bytes_sent=(sent, found.bytes_sent[1]), collectives=(int(any(sent)), 0))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         exchange = None
         if self.sum:
             exchange = Redistribution([t.adjoint for t in planned.transfers], target, (("target",),))
         return LearnOperation(
-            _sights(planned, "q", "kv_latent", plan, target),
-            _sights(planned, "q_index", "k_index", plan, target),
+            sights(planned, "q", "kv_latent", plan, target),
+            sights(planned, "q_index", "k_index", plan, target),
             [planned.layout_before("topk").sequence[r] for r in target.ranks],
             exchange,
+            self.kernel_for(plan, target.device)[0],
         )
 
     def _require_all_heads(self, state: State, q: Layout) -> None:
@@ -212,87 +227,3 @@ class IndexerLoss(Step):
                     rank=rank,
                     shows=("q", "q_index"),
                 )
-
-
-def _require_absorbed(state: State) -> None:
-    """The call is that of multi-head latent attention in absorbed form."""
-    shape = state.shape
-    if shape.kv_heads != 1:
-        raise Refused(
-            f"there are {shape.kv_heads} kv heads",
-            rule="sparse attention has one key head, the latent, which serves all query heads",
-            tries=("shape.kv_heads=1",),
-        )
-    sizes = (shape.latent_dim + shape.rope_dim, shape.latent_dim)
-    if (shape.head_dim, shape.v_head_dim) != sizes:
-        raise Refused(
-            f"head_dim is {shape.head_dim}|{shape.v_head_dim}, and the latent has {shape.latent_dim} + {shape.rope_dim}",
-            rule="in absorbed form q is as wide as the latent with the rotary key, and out as wide as the latent",
-            tries=(f"shape.head_dim={sizes[0]} shape.v_head_dim={sizes[1]}",),
-        )
-
-
-def _require_key(state: State, queries: str, keys: str) -> None:
-    """A rank with queries has the keys' one head."""
-    q, k = state.layout(queries), state.layout(keys)
-    for rank, (here, there) in enumerate(zip(q.heads, k.heads, strict=True)):
-        if here.count and not there.count:
-            raise Refused(
-                f"{queries} at {state.mesh.coordinate(rank)} has no {keys} beside it",
-                rule=f"{keys} has one head, which every rank with queries holds whole",
-                kind=CoverageError,
-                rank=rank,
-                shows=(queries, keys),
-            )
-
-
-def _require_selection(state: State, q: Layout, topk: Layout) -> None:
-    """Every query has its selection on its rank, row by row."""
-    for rank in range(state.mesh.degree):
-        has_queries = q.heads[rank].count and q.sequence[rank].count
-        if has_queries and (topk.sequence[rank] != q.sequence[rank] or not topk.heads[rank].count):
-            raise Refused(
-                f"the selection at {state.mesh.coordinate(rank)} is for queries {topk.sequence[rank]}, "
-                f"and q holds {q.sequence[rank]}",
-                rule="every query has its selected keys on its rank",
-                tries=_gathering(state, topk, "topk"),
-                kind=CoverageError,
-                rank=rank,
-                shows=("q", "topk"),
-            )
-
-
-def _gathering(state: State, layout: Layout, tensor: str) -> tuple[str, ...]:
-    """A line that would bring a tensor's whole sequence to every rank, where its ranks cut it."""
-    axes = ",".join(cut_by(state.mesh, layout.sequence))
-    gather = f"+collective@cp.steps.{{free}}=all_gather 'cp.steps.{{free}}.axes=[{axes}]'"
-    return (f"{gather} 'cp.steps.{{free}}.tensors=[{tensor}]' 'cp.order=[{{with}}]'",) if axes else ()
-
-
-def _require_once(state: State, q_index: Layout) -> None:
-    """Every query's loss is counted on one rank."""
-    held = [s for s, h in zip(q_index.sequence, q_index.heads, strict=True) if h.count]
-    rows = sum(s.count for s in held)
-    if rows != state.shape.sequence:
-        raise Refused(
-            f"the loss of {state.shape.sequence} queries would be counted for {rows}",
-            rule="each query's loss is counted on one rank",
-            kind=CoverageError,
-            shows=("q_index",),
-        )
-
-
-def _sights(planned: PlannedStep, queries: str, keys: str, plan: Plan, target: Target) -> list[Sight]:
-    q, k = planned.layout_before(queries), planned.layout_before(keys)
-    nothing = IndexSet((), plan.shape.sequence)
-    return [Sight(q.sequence[r] if q.heads[r].count else nothing, k.sequence[r], plan.mask) for r in target.ranks]
-
-
-def _cost(plan: Plan, made: object) -> Cost:
-    nothing = (0,) * plan.degree
-    return Cost(
-        bytes_sent=(nothing, nothing),
-        collectives=(0, 0),
-        pairs=nothing,
-        buffer_bytes=tuple(int(b) for b in np.asarray(made)),
-    )

@@ -1,0 +1,137 @@
+"""Ascend's npu_fusion_attention as a tile kernel: its mask, its statistics, and what a tile must be for it.
+
+    full         no mask
+    causal       the compressed 2048 x 2048 mask, mode 2 (from the top left)
+    right_down   the same mask, mode 3 (from the bottom right): the keys before a causal square and the square in one call
+    packed       documents side by side: TND, with the end of each, mode 3
+    partial      a mask of its own, mode 1, over the queries that see a key: what the operator gives for others is not documented
+
+Arguments go by keyword: their positions moved between versions. Backward passes lse as the maximum and 1 as the sum, which is the same
+softmax, so that a tile's share of a merged result is one call.
+Source: torch_npu 2.13.0, docstring of npu_fusion_attention.
+"""
+
+import torch
+from torch import Tensor
+
+from cp_engine.kernels.base import Call, Limits, band_mask
+from cp_engine.kernels.operands import is_empty, nothing_seen
+from cp_engine.npu.layouts import COPIES
+from cp_engine.npu.operators import COMPRESSED, accepts, registered
+from cp_engine.tiles import Tile
+
+FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
+
+
+class NPUFusion:
+    """Blocked attention on Ascend, out and statistics; GQA is native."""
+
+    name = "npu_fusion"
+    summary = "npu_fusion_attention of torch_npu"
+    limits = Limits(
+        devices=("npu", "npu_reference"),
+        dtypes=("float32", "bfloat16", "float16"),
+        widest=768,
+        joins=("right_down", "packed"),
+    )
+
+    def refusal(self, call: Call) -> str | None:
+        if call.v_head_dim > call.head_dim:
+            return f"takes values no wider than keys, and they are {call.v_head_dim} and {call.head_dim} wide"
+        return self.limits.refusal(call)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
+        if is_empty(q, k, v):
+            return nothing_seen(q, v)
+        rows = _seeing(tile)
+        layout, q_, k_, v_ = _arranged(tile, q[:, :, rows], k, v)
+        given = _masking(tile, rows, q) | _packing(tile, q.shape[0], FORWARD)
+        result = registered(FORWARD)(
+            query=q_, key=k_, value=v_, head_num=q.shape[1], input_layout=layout, scale=scale, keep_prob=1.0, **given
+        )
+        out, highest, total = result[0], result[1], result[2]
+        lse = highest[..., 0] + total[..., 0].log()
+        if layout == "TND":
+            out, lse = _unpacked(out, q.shape[0]), _unpacked(lse.unsqueeze(-1), q.shape[0]).squeeze(-1)
+        return _placed(tile, rows, out, 0.0), _placed(tile, rows, lse, -torch.inf)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if is_empty(q, k, v):
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        rows = _seeing(tile)
+        layout, q_, k_, v_ = _arranged(tile, q[:, :, rows], k, v)
+        dout_, out_ = (_tokens(x[:, :, rows].to(q.dtype), layout) for x in (dout, out))
+        highest = _tokens(lse[:, :, rows].float().unsqueeze(-1).expand(*q[:, :, rows].shape[:3], COPIES), layout)
+        given = _masking(tile, rows, q) | _packing(tile, q.shape[0], BACKWARD)
+        result = registered(BACKWARD)(
+            query=q_, key=k_, value=v_, dy=dout_, head_num=q.shape[1], input_layout=layout, softmax_max=highest,
+            softmax_sum=torch.ones_like(highest), attention_in=out_, scale_value=scale, keep_prob=1.0, **given,
+        )  # fmt: skip
+        dq, dk, dv = result[0], result[1], result[2]
+        if layout == "TND":
+            dq, dk, dv = (_unpacked(x, q.shape[0]) for x in (dq, dk, dv))
+        return _placed(tile, rows, dq, 0.0), dk, dv
+
+
+def arguments_of(tile: Tile) -> dict[str, object]:
+    """What the operator is told of a tile, for a reader."""
+    mode = {"full": 0, "causal": 2, "right_down": 3, "packed": 3, "partial": 1}[tile.kind]
+    return {"input_layout": "TND" if tile.kind == "packed" else "BNSD", "sparse_mode": mode}
+
+
+def _seeing(tile: Tile) -> slice:
+    """The queries of a tile that see one of its keys."""
+    if tile.kind != "partial":
+        return slice(0, tile.q.count)
+    return slice(max(0, tile.low), min(tile.q.count, tile.k.count + tile.high))
+
+
+def _arranged(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+    """Layout, q, k and v of the call."""
+    layout = "TND" if tile.kind == "packed" else "BNSD"
+    return layout, _tokens(q, layout), _tokens(k, layout), _tokens(v, layout)
+
+
+def _tokens(x: Tensor, layout: str) -> Tensor:
+    """[B, N, S, D] as it is, or the tokens of all sequences one after the other, [T, N, D]."""
+    return x.contiguous() if layout == "BNSD" else x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _unpacked(x: Tensor, batch: int) -> Tensor:
+    """[T, N, D] -> [B, N, S, D]."""
+    found: Tensor = x.unflatten(0, (batch, -1))
+    return found.transpose(1, 2)
+
+
+def _masking(tile: Tile, rows: slice, q: Tensor) -> dict[str, object]:
+    if tile.kind == "full":
+        return {"sparse_mode": 0}
+    if tile.kind == "partial":
+        return {"sparse_mode": 1, "atten_mask": ~band_mask(tile, q.device)[rows]}
+    hidden = torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool, device=q.device).triu_(1)
+    return {"sparse_mode": 2 if tile.kind == "causal" else 3, "atten_mask": hidden}
+
+
+def _packing(tile: Tile, batch: int, operator: str) -> dict[str, object]:
+    """The ends of the documents of all sequences, and statistics whose data lie as their size says."""
+    if tile.kind != "packed":
+        return {}
+    ends = {"actual_seq_qlen": [q for q, _ in tile.parts], "actual_seq_kvlen": [k for _, k in tile.parts]}
+    found: dict[str, object] = {}
+    for name, counts in ends.items():
+        total, found[name] = 0, (listed := [])
+        for count in counts * batch:
+            total += count
+            listed.append(total)
+    return found | ({"softmax_layout": "TND"} if accepts(operator, "softmax_layout") else {})
+
+
+def _placed(tile: Tile, rows: slice, x: Tensor, otherwise: float) -> Tensor:
+    """Rows of queries that see a key -> of all queries of the tile."""
+    if rows == slice(0, tile.q.count):
+        return x
+    whole = x.new_full((*x.shape[:2], tile.q.count, *x.shape[3:]), otherwise)
+    whole[:, :, rows] = x
+    return whole

@@ -1,0 +1,59 @@
+"""Ascend's operators on a CPU: the vendor's schemas bound to reference kernels, which refuse what the operators would refuse.
+
+A call to `torch.ops.npu.*` is then checked by the schema as on the device, by the table of rules, and by what its values must be; it is
+computed in float64. Tensors without data get sizes alone, so that a plan can be traced.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from cp_engine.npu.dense_calls import DENSE
+from cp_engine.npu.differentiable import DIFFERENTIABLE
+from cp_engine.npu.operators import bound, is_registered, shipped
+from cp_engine.npu.rules import require, rule_table
+from cp_engine.npu.sparse_calls import SPARSE
+
+Arguments = Mapping[str, object]
+CALLS = {**DENSE, **SPARSE}
+"""Operator -> (sizes that follow from its arguments, what it computes, the sizes of what it gives)."""
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Registers the operators that nobody registered, until the context is left."""
+    library = torch.library.Library("npu", "FRAGMENT")
+    _, schemas = shipped()
+    rules = rule_table()
+    try:
+        for name, schema in schemas.items():
+            if name in CALLS and not is_registered(name):
+                library.define(schema)
+                for key, kernel in (("CPU", _computed), ("Meta", _sized)):
+                    library.impl(name, partial(kernel, name, rules[name]), key)
+                if name in DIFFERENTIABLE:
+                    library.impl(name, DIFFERENTIABLE[name], "Autograd")
+        yield
+    finally:
+        library._destroy()
+
+
+def _computed(name: str, rules: list[dict[str, object]], *args: object, **kwargs: object) -> object:
+    given = _given(name, args, kwargs)
+    sizes, compute, _ = CALLS[name]
+    require(name, given, sizes(given), rules)
+    return compute(given)
+
+
+def _sized(name: str, rules: list[dict[str, object]], *args: object, **kwargs: object) -> object:
+    given = _given(name, args, kwargs)
+    sizes, _, outline = CALLS[name]
+    require(name, given, sizes(given), rules)
+    return outline(given)
+
+
+def _given(name: str, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
+    schema: torch._C.FunctionSchema = getattr(torch.ops.npu, name).default._schema
+    return bound(schema, args, kwargs)
