@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cp_engine import job, world
+from cp_engine import devices, job, world
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import value_of
@@ -76,33 +76,6 @@ def check_environment() -> None:
         raise ConfigError([Problem(key="RANK", what=what, tries=tries)])
 
 
-def resolve_device(wanted: str, local_ranks: int) -> str:
-    """The device of every rank.
-
-    Args:
-        wanted: launch.device, `auto`, `cpu` or `cuda`.
-        local_ranks: ranks on this machine.
-
-    Returns:
-        `cpu` or `cuda`.
-
-    Raises:
-        ConfigError: if `cuda` is asked for and there are fewer GPUs than ranks.
-    """
-    if wanted == "cpu":
-        return wanted
-    import torch  # here: planning and --help need no torch
-
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if devices >= local_ranks:
-        return "cuda"
-    if wanted == "auto":
-        return "cpu"
-    what = f"cuda has {devices} devices here, fewer than {local_ranks} ranks"
-    tries = ("launch.device=cpu", f"cp.degree={devices}") if devices else ("launch.device=cpu",)
-    raise ConfigError([Problem(key="launch.device", what=what, tries=tries)])
-
-
 def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
     """Trains on new ranks, shows progress, and returns when all have ended well.
 
@@ -117,7 +90,7 @@ def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
     """
     ranks = world.world_size(config)
     settings = section(config, "launch")
-    settings |= {"output_dir": str(output_dir), "device": resolve_device(str(settings["device"]), ranks)}
+    settings |= {"output_dir": str(output_dir), "device": devices.resolve(str(settings["device"]), ranks)}
     config = {**config, "launch": settings}
     with watch(config, ranks=ranks, out=out, is_live=not settings["inline"]) as shown:
         if settings["inline"]:
@@ -175,7 +148,9 @@ def _spawn(function: Callable[[Config], None], config: Config, output_dir: Path,
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    is_forked = section(config, "launch")["device"] == "cpu"  # a GPU must not be touched before a fork
+    is_forked = (
+        devices.of_tensors(str(section(config, "launch")["device"])) == "cpu"
+    )  # a GPU must not be touched before a fork
     multiprocessing.set_forkserver_preload(list(PRELOADED) if job.needs_ranks(config) else ["torch.distributed"])
     settings = LaunchConfig(
         min_nodes=1,

@@ -8,7 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cp_engine.elastic import resolve_device, watch
+from cp_engine.devices import resolve
+from cp_engine.elastic import watch
 from cp_engine.endings import RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.progress import log_path
@@ -70,7 +71,7 @@ class Group:
         """
         settings = section(config, "launch")
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        settings |= {"output_dir": str(output_dir), "device": resolve_device(str(settings["device"]), local_ranks)}
+        settings |= {"output_dir": str(output_dir), "device": resolve(str(settings["device"]), local_ranks)}
         config = {**config, "launch": settings}
         (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
         self.tell({"config": config})

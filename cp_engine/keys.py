@@ -27,7 +27,7 @@ KEYS: Mapping[str, str] = {
     "data.path": "str | null",
     "data.field": "str",
     "data.dataset": "str | null",
-    "launch.device": "'auto' | 'cpu' | 'cuda'",
+    "launch.device": "'auto' | 'cpu' | 'cuda' | 'npu' | 'npu_reference'",
     "launch.nproc": "int | null",
     "launch.inline": "bool",
     "launch.resume": "str | null",

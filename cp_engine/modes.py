@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
 
@@ -130,21 +131,19 @@ def _explain(plan: "Plan", config: Mapping[str, object], translation: "Translati
 
     settings, device = config["explain"], _device(config)
     assert isinstance(settings, Mapping)
-    if config["mode"] == "explain" and settings["format"] == "json":
-        print(json.dumps(explain.data(plan, device=device), indent=2))
-    else:
-        _show(translation, config)
-        print(explain.text(plan, device=device), flush=True)
+    with operators_of(device):
+        if config["mode"] == "explain" and settings["format"] == "json":
+            print(json.dumps(explain.data(plan, device=device), indent=2))
+        else:
+            _show(translation, config)
+            print(explain.text(plan, device=device), flush=True)
 
 
 def _device(config: Mapping[str, object]) -> str:
     """Whose kernels a plan names; unlike a run, a plan may have more ranks than this machine has GPUs."""
-    import torch
-
     settings = config["launch"]
     assert isinstance(settings, Mapping)
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return auto if settings["device"] == "auto" else str(settings["device"])
+    return resolve("auto", 1) if settings["device"] == "auto" else str(settings["device"])
 
 
 def _verify(plan: "Plan", config: dict[str, object], output_dir: Path) -> bool:

@@ -33,12 +33,15 @@ class ContextParallel:
         plan: from `cp_engine.compile` or `schema.plan_from_config`; equal on all ranks.
         mesh: 1-D over the plan's ranks, or N-D with the plan's axis names; None for a plan of one rank.
         device: device type of the tensors; None is the mesh's, or cpu.
+        kernels: device whose kernels are chosen, such as `npu_reference`; None is `device`.
 
     Raises:
         CallError: the mesh does not fit, or ranks hold different plans (on every rank).
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh | None = None, device: str | None = None) -> None:
+    def __init__(
+        self, plan: Plan, mesh: DeviceMesh | None = None, device: str | None = None, kernels: str | None = None
+    ) -> None:
         if mesh is None and plan.degree > 1:
             raise CallError(
                 [Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks")], plan.name
@@ -49,7 +52,7 @@ class ContextParallel:
         if mesh is not None and plan.degree > 1:
             self._communicator, self.rank = connect(plan, mesh)
         self.device = device or (mesh.device_type if mesh is not None else "cpu")
-        self._target = Target(ranks=(self.rank,), device=self.device, communicator=self._communicator)
+        self._target = Target(ranks=(self.rank,), device=kernels or self.device, communicator=self._communicator)
         self._attention = PlannedAttention(plan, self._target)
         self._sites: dict[int, Site] = {}
         self._summed: dict[int, Tensor] = {}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cp_engine import data
+from cp_engine.devices import of_tensors, operators_of
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan import checkpoint_of, titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
@@ -58,7 +59,7 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         shape = shape_of(config)
         refuse_other_shape(job, shape)
         plan = plan_from_config(section(config, "cp"), shape=shape, mask=section(config, "mask"))
-        trainer = trainer_class(job, plan, _writer(config, finish))
+        trainer = trainer_class(job, plan, _writer(config, finish), str(section(config, "launch")["device"]))
         finish.callback(trainer.close)
         if job.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -127,11 +128,13 @@ def rank_process(config: Mapping[str, object]) -> Iterator[None]:
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         _log_to_file(undo, log_path(Path(str(launch["output_dir"])), int(os.environ["RANK"])))
-        if launch["device"] == "cpu":
+        device = of_tensors(str(launch["device"]))
+        if device == "cpu":
             undo.enter_context(cpu_shims())
+        undo.enter_context(operators_of(str(launch["device"])))
         from cp_engine.integrations.torchtitan_host import device_in_use
 
-        if device_in_use() != launch["device"]:
+        if device_in_use() != device:
             what = f"is {launch['device']}, and torchtitan was imported for {device_in_use()} in this process"
             raise ConfigError([Problem(key="launch.device", what=what, tries=(f"launch.device={device_in_use()}",))])
         undo.callback(_leave_group)

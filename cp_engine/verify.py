@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cp_engine import reference
+from cp_engine.devices import of_tensors
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.index_set import IndexSet
 from cp_engine.lower import Program
@@ -16,6 +17,9 @@ from cp_engine.shape import INDEX, Shape
 
 BOUND = 1e-12
 """Largest absolute error in float64 for inputs of unit variance: some thousand roundings of 1e-16 and no wrong pair."""
+
+BOUNDS = {"float64": BOUND, "float32": 1e-5}
+"""The same by dtype."""
 
 LONGEST = 4096
 """Longest sequence in tokens: the reference builds scores of heads x sequence x sequence elements."""
@@ -95,7 +99,9 @@ def selecting(plan: Plan) -> tuple[IndexSet, ...]:
     return step.layout_after("topk").sequence
 
 
-def compare(attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str, object]) -> list[Row]:
+def compare(
+    attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str, object], dtype: str = "float64"
+) -> list[Row]:
     """Runs an attention and the reference on the same inputs.
 
     Args:
@@ -103,12 +109,15 @@ def compare(attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str,
         ranks: its local ranks, in the order in which it returns their tokens.
         plan: of what is tested; computed in float64 whatever dtype it names.
         mask: what queries may see, as configuration.
+        dtype: what it computes in; the reference gets the same numbers, and computes in float64.
 
     Returns:
         Rows for out, the gradient of every input and, where the mask lets token 0 be seen by the last one, `influence`.
     """
     shape = plan.shape
     tensors, dout = inputs_of(plan)
+    tensors, bound = {n: x.to(getattr(torch, dtype)).double() for n, x in tensors.items()}, BOUNDS[dtype]
+    dout = dout.to(getattr(torch, dtype)).double()
     seen, scale = reference.visible(mask, shape.sequence), shape.head_dim**-0.5
     expected = reference.gradients_of(tensors, dout, seen, scale, shape.topk, DLOSS if plan.losses else 0.0)
     expected = {n: x for n, x in expected.items() if n != "indexer_loss" or n in plan.losses}
@@ -123,7 +132,7 @@ def compare(attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str,
         )
         if name in plan.losses:  # a sum over all queries
             error /= max(1.0, float(wanted))
-        rows.append(Row(name=name, error=error, bound=BOUND, is_good=error <= BOUND))
+        rows.append(Row(name=name, error=error, bound=bound, is_good=error <= bound))
     if "topk" in found:
         selected = torch.tensor([p for r in ranks for p in selecting(plan)[r]], dtype=torch.long)
         chosen = reference.selection(tensors, seen, shape.topk)[:, selected]
@@ -140,28 +149,29 @@ def compare(attend: Attend, ranks: Sequence[int], plan: Plan, mask: Mapping[str,
         last = (positions == shape.sequence - 1).nonzero().flatten()
         change = (attend(tensors, dout)["out"][:, :, last] - found["out"][:, :, last]).abs()
         moved = float(change.max()) if change.numel() else float("inf")  # another rank holds the last token
-        rows.append(Row(name="influence", error=moved, bound=BOUND, is_good=moved > BOUND))
+        rows.append(Row(name="influence", error=moved, bound=bound, is_good=moved > bound))
     return rows
 
 
-def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") -> list[Row]:
+def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu", dtype: str = "float64") -> list[Row]:
     """Verifies a plan with all of its ranks in this process.
 
     Args:
-        plan: what to verify; its dtype is replaced by float64.
+        plan: what to verify; its dtype is replaced.
         mask: the configuration that the plan's mask came from, read independently by the reference.
-        device: where it runs; the reference stays on cpu.
+        device: whose kernels run; the reference stays on cpu.
+        dtype: what they compute in.
 
     Returns:
         The rows of `compare`.
     """
-    plan = replace(plan, shape=replace(plan.shape, dtype="float64"))
+    plan = replace(plan, shape=replace(plan.shape, dtype=dtype))
     program = Program(plan, Target(ranks=tuple(range(plan.degree)), device=device, communicator=None))
-    held = plan.entry.sequence
+    held, place, kind = plan.entry.sequence, of_tensors(device), getattr(torch, dtype)
 
     def attend(tensors: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
-        tensors, dout = {n: x.to(device) for n, x in tensors.items()}, dout.to(device)
-        index = [torch.tensor(list(s), dtype=torch.long, device=device) for s in held]
+        tensors, dout = {n: x.to(place, kind) for n, x in tensors.items()}, dout.to(place, kind)
+        index = [torch.tensor(list(s), dtype=torch.long, device=place) for s in held]
         local = {n: [x[:, :, i].requires_grad_() for i in index] for n, x in tensors.items() if n in plan.inputs}
         whole = {n: x.clone().requires_grad_() for n, x in tensors.items() if n in plan.parameters}
         given = {**local, **{n: [x] * plan.degree for n, x in whole.items()}}
@@ -176,9 +186,9 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu") 
         found.update({name: torch.stack(results[name]).detach().sum() for name in plan.losses})
         if "q_index" in plan.inputs:
             found["topk"] = torch.cat(program.made("topk", given, scale), 2)
-        return {n: x.cpu() for n, x in found.items()}
+        return {n: x.cpu() if n == "topk" else x.cpu().double() for n, x in found.items()}
 
-    return compare(attend, range(plan.degree), plan, mask)
+    return compare(attend, range(plan.degree), plan, mask, dtype)
 
 
 def check_length(plan: Plan) -> None:

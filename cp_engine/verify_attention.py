@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cp_engine import verify
+from cp_engine.devices import REHEARSAL, operators_of
 from cp_engine.plan import Plan
 from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
@@ -36,14 +37,21 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     settings, mask = config["verify"], config["mask"]
     assert isinstance(settings, Mapping) and isinstance(mask, Mapping)
     on_ranks = settings["target"] == "ranks"
-    rows = {"": verify.in_one_process(plan, mask)} if not on_ranks else _on_ranks(config, plan, output_dir)
+    launch = config["launch"]
+    assert isinstance(launch, Mapping)
+    device = REHEARSAL if launch["device"] == REHEARSAL else "cpu"
+    dtype = "float32" if device == REHEARSAL else "float64"
+    with operators_of(device):
+        rows = (
+            _on_ranks(config, plan, output_dir) if on_ranks else {"": verify.in_one_process(plan, mask, device, dtype)}
+        )
     where = f"{plan.degree} gloo ranks" if on_ranks else f"{plan.degree} ranks in one process"
-    shape = replace(plan.shape, dtype="float64")
+    shape, computed = plan.shape, f", computed in {dtype} by {device}" if device == REHEARSAL else ""
     heads, dims = f"{shape.heads}|{shape.kv_heads}", f"{shape.head_dim}|{shape.v_head_dim}"
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
     console = Console(width=110)
     console.print(
-        f"{plan.name}: {where} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
+        f"{plan.name}: {where} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}{computed}\n",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")

@@ -5,7 +5,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cp_engine import elastic, world
+from cp_engine import devices, elastic, world
 from cp_engine.comparison import compare, show
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan import titan_value
@@ -166,7 +166,7 @@ def _job(config: Config, output: Path, ranks: int, checkpoint: Config) -> Config
     launch, titan = changed["launch"], changed["titan"]
     assert isinstance(launch, dict) and isinstance(titan, dict)
     output.mkdir(parents=True)
-    launch.update(output_dir=str(output), device=elastic.resolve_device(str(launch["device"]), ranks))
+    launch.update(output_dir=str(output), device=devices.resolve(str(launch["device"]), ranks))
     titan["checkpoint"] = checkpoint
     titan.setdefault("job", {})["dump_folder"] = str(output)
     titan["training"].update(steps=STEPS, mixed_precision_param="float32", dtype="float32")

@@ -18,6 +18,7 @@ from cp_engine.cost import totals
 from cp_engine.errors import CoverageError, CPError, LayoutError
 from cp_engine.index_set import IndexSet, Run, whole
 from cp_engine.kernels import picked, sparse
+from cp_engine.kernels.sparse_kernels import TorchSparse
 from cp_engine.lower import Program
 from cp_engine.mask import mask_of
 from cp_engine.plan import Plan
@@ -197,14 +198,14 @@ class Noted:
 def test_the_latent_travels_while_the_indexer_selects(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("dsa", "layout@cp.layout=contiguous", degree=2, shape=call(sequence=8, dtype="float32", topk=3))
     events: list[str] = []
-    program = Program(plan, Target(ranks=(0,), device="cpu", communicator=Noted(events)))
-    select = sparse.select
+    select = TorchSparse.select
 
     def noted(index: sparse.Index, sight: Sight, count: int) -> Tensor:
         events.append("select")
         return select(index, sight, count)
 
-    monkeypatch.setattr(sparse, "select", noted)
+    monkeypatch.setattr(TorchSparse, "select", staticmethod(noted))
+    program = Program(plan, Target(ranks=(0,), device="cpu", communicator=Noted(events)))
     tensors, _ = verify.inputs_of(plan)
     program.results({n: [x[:, :, :4].float()] for n, x in tensors.items()}, 1.0)
     index, latent = f"{4 * 8}", f"{4 * (16 + 8)}"

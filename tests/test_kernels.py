@@ -511,7 +511,8 @@ V100 = Hardware(capability=(7, 0), cudnn_version=91501)
         ("cuda", "bfloat16", (64, 64), V100, "math"),
         ("cuda", "float64", (64, 64), H200, "math"),
         ("cuda", "bfloat16", (64, 64), Hardware(capability=(9, 4), is_nvidia=False), "math"),
-        ("npu", "bfloat16", (64, 64), None, "math"),
+        ("npu", "bfloat16", (64, 64), None, "npu_fusion"),
+        ("xpu", "bfloat16", (64, 64), None, "math"),
     ],
 )
 def test_auto_takes_the_first_kernel_that_can(
@@ -617,7 +618,9 @@ def test_unknown_kernel_is_refused_by_name() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "cp.steps.attend.kernel"
     assert "'cpu_flush'" in problem.what
-    assert problem.details == (("allowed", "auto, cpu_flash, cuda_flash, cudnn, cuda_efficient, flex, math"),)
+    assert problem.details == (
+        ("allowed", "auto, cpu_flash, cuda_flash, cudnn, cuda_efficient, npu_fusion, flex, math"),
+    )
     assert problem.tries == ("cp.steps.attend.kernel=cpu_flash",)
 
 

@@ -52,6 +52,7 @@ class CompositionTrainer(IndexerTrainer):
         job_config: torchtitan's configuration; its context-parallel degree is the plan's.
         plan: the compiled composition.
         report: called on every rank after each logged step, and after its validation if there is one.
+        kernels: device whose kernels are chosen; None is the job's.
 
     Raises:
         ConfigError: a model that brings a validation of its own.
@@ -59,9 +60,11 @@ class CompositionTrainer(IndexerTrainer):
 
     validator: BaseValidator
 
-    def __init__(self, job_config: JobConfig, plan: Plan, report: Callable[[StepReport], None]) -> None:
+    def __init__(
+        self, job_config: JobConfig, plan: Plan, report: Callable[[StepReport], None], kernels: str | None = None
+    ) -> None:
         super().__init__(job_config)
-        self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type)
+        self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type, kernels)
         self._report = report
         self._has_trained = False
         if job_config.validation.enable:

@@ -1,0 +1,75 @@
+"""Devices by the names of `launch.device`, and what must be there for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from cp_engine.errors import ConfigError, Problem
+
+REHEARSAL = "npu_reference"
+"""Ascend's operators, computed on a CPU by reference kernels that refuse what the operators would refuse."""
+
+
+def of_tensors(device: str) -> str:
+    """The device type of tensors."""
+    return "cpu" if device == REHEARSAL else device
+
+
+@contextmanager
+def operators_of(device: str) -> Iterator[None]:
+    """What a device's kernels call, registered while the context lasts; a plan for Ascend can be made without one."""
+    if device not in ("npu", REHEARSAL):
+        yield
+        return
+    from cp_engine.npu.stand_in import stand_in  # here: no other device needs it
+
+    with stand_in():
+        yield
+
+
+def resolve(wanted: str, local_ranks: int) -> str:
+    """The device of every rank.
+
+    Args:
+        wanted: launch.device.
+        local_ranks: ranks on this machine.
+
+    Returns:
+        `npu`, `cuda`, `cpu` or `npu_reference`; `auto` takes the first of the first three that has a device for every rank.
+
+    Raises:
+        ConfigError: a device that is asked for and is not there, with what is missing.
+    """
+    if wanted in ("cpu", REHEARSAL):
+        return wanted
+    npus, missing = _npus()
+    if wanted == "npu":
+        if npus < local_ranks:
+            what = missing or f"there are {npus} NPUs here, fewer than {local_ranks} ranks"
+            instead = ("launch.device=npu_reference", "launch.device=cpu")
+            raise ConfigError([Problem(key="launch.device", what=f"is npu: {what}", tries=instead)])
+        return wanted
+    if wanted == "auto" and npus >= local_ranks:
+        return "npu"
+    import torch  # here: planning and --help need no torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices >= local_ranks:
+        return "cuda"
+    if wanted == "auto":
+        return "cpu"
+    what = f"cuda has {devices} devices here, fewer than {local_ranks} ranks"
+    tries = ("launch.device=cpu", f"cp.degree={devices}") if devices else ("launch.device=cpu",)
+    raise ConfigError([Problem(key="launch.device", what=what, tries=tries)])
+
+
+def _npus() -> tuple[int, str]:
+    """How many NPUs there are, and what is missing where there is none."""
+    if find_spec("torch_npu") is None:
+        return 0, "the package torch_npu is not installed"
+    try:
+        import torch_npu
+    except (ImportError, OSError) as error:  # its libraries need those of CANN
+        return 0, f"torch_npu cannot be imported, which needs CANN's libraries: {error}"
+    count = int(torch_npu.npu.device_count())
+    return count, "" if count else "torch_npu finds no NPU"
