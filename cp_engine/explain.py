@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cp_engine.cost import totals
 from cp_engine.index_set import whole
+from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion, told
 from cp_engine.layout import Layout, cut_by, image
 from cp_engine.memory import TRACED_RANKS, peak
 from cp_engine.plan import Plan, PlannedStep, Step
@@ -209,6 +210,10 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             kernel, reason = step.kernel_for(plan.shape, device)
             sinks = ", with sinks" if step.sinks else ""
             facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
+            if isinstance(kernel, NPUFusion):
+                tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
+                calls = dict.fromkeys(told(tile) for tiling in tilings for tile in tiling.tiles)
+                facts.append(("operator", f"{step.name}: {FORWARD} {'; '.join(calls)}"))
         elif isinstance(step, SparseStep) and (device != "cpu" or step.kernel != "auto"):
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))

@@ -154,8 +154,13 @@ def _is_square_behind(full: Tile, square: Tile) -> bool:
 
 
 def _are_documents(before: Tile, tile: Tile) -> bool:
-    """Whether two causal tiles lie side by side, with other queries and other keys."""
-    kinds = before.kind in ("causal", "right_down", "packed") and tile.kind in ("causal", "right_down")
+    """Whether two causal tiles lie side by side, with other queries and other keys; one query that sees all keys is causal."""
+    kinds = all(
+        t.kind in ("causal", "right_down")
+        or (t.kind == "full" and t.q.count == 1)
+        or (t.kind == "packed" and t is before)
+        for t in (before, tile)
+    )
     same = (before.block, before.is_first) == (tile.block, tile.is_first)
     return kinds and same and _follows(before.q, tile.q) and _follows(before.k, tile.k)
 

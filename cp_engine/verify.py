@@ -21,6 +21,9 @@ BOUND = 1e-12
 BOUNDS = {"float64": BOUND, "float32": 1e-5}
 """The same by dtype."""
 
+HALF = 5e-3
+"""Norm of a difference in bfloat16, relative: a rounding of 2^-9 of every element, and sums in another order."""
+
 LONGEST = 4096
 """Longest sequence in tokens: the reference builds scores of heads x sequence x sequence elements."""
 
@@ -166,8 +169,39 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu", 
         The rows of `compare`.
     """
     plan = replace(plan, shape=replace(plan.shape, dtype=dtype))
+    return compare(runner(plan, device), range(plan.degree), plan, mask, dtype)
+
+
+def against_one_rank(plan: Plan, alone: Plan, device: str) -> list[Row]:
+    """Compares all ranks of a plan, in this process, with the same composition on one rank, in the plan's dtype.
+
+    Args:
+        plan: what to verify.
+        alone: the same with a degree of 1.
+        device: whose kernels run.
+
+    Returns:
+        Rows with norms of differences relative to those of one rank; for `topk` the number of keys that differ.
+    """
+    tensors, dout = inputs_of(plan)
+    found, wanted = (runner(p, device)(tensors, dout) for p in (plan, alone))
+    order = torch.tensor([p for s in plan.entry.sequence for p in s])
+    rows = []
+    for name, whole in wanted.items():
+        if name == "topk":
+            differ = float((found[name] != whole[:, :, order]).sum())
+            rows.append(Row(name=name, error=differ, bound=0.0, is_good=not differ))
+            continue
+        expected = whole[:, :, order] if whole.ndim == 4 else whole
+        error = float((found[name] - expected).norm() / expected.norm())
+        rows.append(Row(name=name, error=error, bound=HALF, is_good=error <= HALF))
+    return rows
+
+
+def runner(plan: Plan, device: str) -> Attend:
+    """All ranks of a plan in this process, in the plan's dtype."""
     program = Program(plan, Target(ranks=tuple(range(plan.degree)), device=device, communicator=None))
-    held, place, kind = plan.entry.sequence, of_tensors(device), getattr(torch, dtype)
+    held, place, kind = plan.entry.sequence, of_tensors(device), getattr(torch, plan.shape.dtype)
 
     def attend(tensors: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
         tensors, dout = {n: x.to(place, kind) for n, x in tensors.items()}, dout.to(place, kind)
@@ -188,7 +222,7 @@ def in_one_process(plan: Plan, mask: Mapping[str, object], device: str = "cpu", 
             found["topk"] = torch.cat(program.made("topk", given, scale), 2)
         return {n: x.cpu() if n == "topk" else x.cpu().double() for n, x in found.items()}
 
-    return compare(attend, range(plan.degree), plan, mask, dtype)
+    return attend
 
 
 def check_length(plan: Plan) -> None:

@@ -26,6 +26,7 @@ LONGEST = (
     "hosts",
     "toml",
     "translate",
+    "npu",
 )
 """The files that take longest, in that order: one that begins last would keep the other test process waiting."""
 

@@ -75,10 +75,11 @@ class NPUFusion:
         return _placed(tile, rows, dq, 0.0), dk, dv
 
 
-def arguments_of(tile: Tile) -> dict[str, object]:
+def told(tile: Tile) -> str:
     """What the operator is told of a tile, for a reader."""
     mode = {"full": 0, "causal": 2, "right_down": 3, "packed": 3, "partial": 1}[tile.kind]
-    return {"input_layout": "TND" if tile.kind == "packed" else "BNSD", "sparse_mode": mode}
+    mask = {"full": "no mask", "partial": "its own mask"}.get(tile.kind, f"mask {COMPRESSED} x {COMPRESSED}")
+    return f"{'TND' if tile.kind == 'packed' else 'BNSD'} sparse_mode={mode} ({mask})"
 
 
 def _seeing(tile: Tile) -> slice:

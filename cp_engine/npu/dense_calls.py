@@ -48,6 +48,13 @@ def sizes(given: Arguments) -> dict[str, object]:
     rows = (found[6],) if layout == "TND" else (found[5], found[0], found[6])
     facts["statistics"] = [*rows, *([found[0]] if layout == "TND" else []), COPIES]
     facts["square"] = [found[6], found[7]]
+    if layout in ("BSH", "SBH"):
+        facts |= {"k_batch": k.shape[b], "v_batch": v.shape[b], "v_tokens": v.shape[s], "v_heads": found[1]}
+    else:
+        facts |= {"v_tokens": v.shape[s], "v_heads": v.shape[n]}
+        facts |= {f"{x}_batch": 1 if layout == "TND" else t.shape[0] for x, t in (("k", k), ("v", v))}
+    if isinstance(dy := given.get("dy"), Tensor) and layout not in ("BSH", "SBH"):
+        facts["dy_width"] = dy.shape[-1]
     for name, ends in (("end_q", given["actual_seq_qlen"]), ("end_k", given["actual_seq_kvlen"])):
         facts[name] = ends[-1] if isinstance(ends, list | tuple) and ends else None
     return facts

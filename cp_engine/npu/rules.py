@@ -77,8 +77,8 @@ def broken(operator: str, rule: Mapping[str, object], facts: Facts) -> Problem:
 def _holds(facts: Facts, condition: object) -> bool:
     assert isinstance(condition, list)
     name, relation, *wanted = condition
-    if name not in facts:  # sizes of a layout that another rule refuses
-        return True
+    if not {name, *(w["fact"] for w in wanted if isinstance(w, Mapping))} <= set(facts):
+        return True  # sizes of a tensor whose dims another rule refuses
     values = [facts[w["fact"]] if isinstance(w, Mapping) else w for w in wanted]
     return relations()[relation](facts[name], *values)
 

@@ -17,6 +17,7 @@ def index_sizes(given: Arguments) -> dict[str, object]:
     if q.ndim != 4 or k.ndim != 4:
         return {}
     facts: dict[str, object] = {"heads": q.shape[2], "head_dim": q.shape[3], "kv_heads": k.shape[2]}
+    facts |= {"batch": q.shape[0], "k_batch": k.shape[0], "k_head_dim": k.shape[3]}
     return facts | {"q_tokens": q.shape[1], "k_tokens": k.shape[1], "rows_heads": list(q.shape[:3])}
 
 
@@ -33,13 +34,16 @@ def sparse_sizes(given: Arguments) -> dict[str, object]:
         "batch": q.shape[0],
     }
     facts |= {"q_tokens": q.shape[1], "k_tokens": k.shape[1], "selected": indices.shape[3]}
-    facts |= {"rope_dim": rope.shape[3] if isinstance(rope, Tensor) else None, "rows_one": [*q.shape[:2], 1]}
+    k_rope = given.get("key_rope")
+    facts |= {"k_batch": k.shape[0], "k_head_dim": k.shape[3], "key_index_size": [*k.shape[:2], 1, 128]}
+    facts["k_rope_dim"] = k_rope.shape[-1] if isinstance(k_rope, Tensor) else None
+    facts |= {"rope_dim": rope.shape[-1] if isinstance(rope, Tensor) else None, "rows_one": [*q.shape[:2], 1]}
     facts["statistics"] = [q.shape[0], 1, *q.shape[1:3]]
     if "query_index" in given:
         q_index = tensor(given, "query_index")
         facts |= {
-            "index_heads": q_index.shape[2],
-            "index_dim": q_index.shape[3],
+            "index_heads": q_index.shape[-2],
+            "index_dim": q_index.shape[-1],
             "rows_index_heads": list(q_index.shape[:3]),
         }
     return facts

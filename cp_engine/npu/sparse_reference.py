@@ -60,7 +60,7 @@ def attend(
     weights = (scores - highest).exp()
     total = weights.sum(-1, keepdim=True)
     out = torch.einsum("bnts,bsd->btnd", weights / total, k[:, :, 0].double())
-    m, s = (x.squeeze(-1).transpose(1, 2).unsqueeze(1).float() for x in (highest, total))
+    m, s = (x.squeeze(-1).transpose(1, 2).unsqueeze(1).float().contiguous() for x in (highest, total))
     return out.to(q.dtype), m, s
 
 

@@ -1,5 +1,6 @@
 """Attention: every rank attends with the queries it holds to the keys it holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -58,22 +59,30 @@ class Dense(Step):
     def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
         return tuple(t.adjoint for t in planned.transfers)
 
+    def tilings(self, planned: PlannedStep, plan: Plan, kernel: Kernel, ranks: Sequence[int]) -> list[Tiling]:
+        """The kernel calls of some ranks."""
+        q, k, sources = planned.layout_before("q"), planned.layout_before("k"), self.sources(plan.mesh)
+        return [
+            in_fewer_calls(
+                tiling_of_blocks(q.sequence[r], [k.sequence[s] for s in sources[r]], plan.mask), kernel.limits.joins
+            )
+            if q.heads[r].count
+            else Tiling((), False)
+            for r in ranks
+        ]
+
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         q, k = planned.layout_before("q"), planned.layout_before("k")
         kernel, _ = self.kernel_for(plan.shape, target.device)
         sources = self.sources(plan.mesh)
         attentions = [
             TiledAttention(
-                tiling=in_fewer_calls(
-                    tiling_of_blocks(q.sequence[r], [k.sequence[s] for s in sources[r]], plan.mask), kernel.limits.joins
-                )
-                if q.heads[r].count
-                else Tiling((), False),
+                tiling=tiling,
                 kernel=kernel,
                 kv_index=kv_index(q.heads[r], k.heads[r], plan.part.group_size),
                 wide_kv=bool(plan.wide_gradients & {"k", "v"}),
             )
-            for r in target.ranks
+            for r, tiling in zip(target.ranks, self.tilings(planned, plan, kernel, target.ranks), strict=True)
         ]
         sinks = [tuple(q.heads[r]) for r in target.ranks] if self.sinks else None
         if target.communicator is None or all(len(s) == 1 for s in sources.values()):

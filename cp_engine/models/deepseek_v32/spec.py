@@ -55,6 +55,7 @@ def flavors() -> dict[str, DeepSeekV32ModelArgs]:
     return {
         **{name: make() for name, make in sizes.items()},
         **{f"{name}_warm_up": replace(make(), warm_up=True) for name, make in sizes.items()},
+        "npu_debugmodel": _npu_debug(),
     }
 
 
@@ -85,6 +86,14 @@ def _debug() -> DeepSeekV32ModelArgs:
         index_head_dim=32,
         index_topk=64,
     )
+
+
+def _npu_debug() -> DeepSeekV32ModelArgs:
+    """The smallest sizes that Ascend's operators of sparse attention take: one layer, 32 heads, a latent of 512."""
+    sizes = _debug()
+    sizes.n_layers, sizes.n_heads, sizes.kv_lora_rank, sizes.qk_rope_head_dim = 1, 32, 512, 64
+    sizes.index_n_heads, sizes.index_head_dim, sizes.index_topk = 8, 128, 1024
+    return sizes
 
 
 def _671b() -> DeepSeekV32ModelArgs:

@@ -1,0 +1,230 @@
+"""Ascend, rehearsed: the reference kernels against formulas written here, every strategy on the operators' schemas, and training."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cp_engine import devices, verify, verify_attention
+from cp_engine.compose import compose
+from cp_engine.errors import ConfigError, CPError
+from cp_engine.kernels import npu_fusion, npu_sparse
+from cp_engine.mask import mask_of
+from cp_engine.npu.stand_in import stand_in
+from cp_engine.plan import Plan
+from cp_engine.schema import plan_from_config
+from cp_engine.shape import Shape
+from cp_engine.tiles import in_fewer_calls, tiling
+from tests import regenerate_npu_schemas as schemas
+from tests.conftest import Result
+from tests.helpers import PRESETS, fitting, plan_of
+from tests.test_npu_rules import attention, fused, indexer, learning
+
+HIDDEN = torch.ones(2048, 2048, dtype=torch.bool).triu_(1)
+
+
+@pytest.fixture(autouse=True)
+def operators() -> Iterator[None]:
+    with stand_in():
+        yield
+
+
+def leaf(x: object) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x.double().requires_grad_()
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2, 3])
+def test_fused_attention_equals_dense_float64(mode: int) -> None:
+    call = fused()
+    q, k, v = (leaf(call[n]) for n in ("query", "key", "value"))
+    k, v = (torch.cat((x, x[:, :, :3] * 0.5), 2).detach().requires_grad_() for x in (k, v))
+    i, j = torch.arange(8)[:, None], torch.arange(11)
+    own = (i + 2 * j) % 3 != 0
+    seen = {0: torch.ones(8, 11, dtype=torch.bool), 1: own, 2: j <= i, 3: j <= i + 3}[mode]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.25, enable_gqa=True)
+    dout = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad(expected, [q, k, v], dout)
+    single = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    given = {"atten_mask": {0: None, 1: ~own}.get(mode, HIDDEN), "sparse_mode": mode}
+    out, highest, total, *_ = torch.ops.npu.npu_fusion_attention(*single, 4, "BNSD", scale=0.25, **given)
+    grads = torch.autograd.grad(out, single, dout.float())
+    for found, right in zip((out, *grads), (expected, *wanted), strict=True):
+        assert (found.double() - right).abs().max() < 2e-6
+    scores = (0.25 * q @ k.repeat_interleave(2, 1).transpose(2, 3)).masked_fill(~seen, -torch.inf)
+    lse = highest[..., 0] + total[..., 0].log()
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 2e-6
+
+
+def test_indexer_takes_the_highest_scores() -> None:
+    call = indexer()
+    q, k, w = (leaf(call[n]).detach() for n in ("query", "key", "weights"))
+    found, _ = torch.ops.npu.npu_lightning_indexer(**call)
+    for b in range(2):
+        for t in range(8):
+            scores = [
+                float(sum(w[b, t, h] * max(0.0, float(q[b, t, h] @ k[b, s, 0])) for h in range(4)))
+                for s in range(t + 1)
+            ]
+            best = sorted(range(t + 1), key=lambda s: (-scores[s], s))[:4]
+            assert found[b, t, 0].tolist() == [*best, *[-1] * (4 - len(best))]
+
+
+def test_sparse_attention_and_its_loss_have_the_gradients_of_autograd() -> None:
+    call = attention()
+    q, latent, q_rope, k_rope = (leaf(call[n]) for n in ("query", "key", "query_rope", "key_rope"))
+    indices = call["sparse_indices"]
+    assert isinstance(indices, Tensor)
+    picked = torch.zeros(2, 8, 9, dtype=torch.bool).scatter_(2, indices[:, :, 0].long() % 9, True)[..., :8]
+    scores = 0.04 * torch.einsum("btnd,bsd->bnts", torch.cat((q, q_rope), 3), torch.cat((latent, k_rope), 3)[:, :, 0])
+    expected = torch.einsum(
+        "bnts,bsd->btnd", scores.masked_fill(~picked[:, None], -torch.inf).softmax(-1), latent[:, :, 0]
+    )
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = torch.autograd.grad(expected, [q, latent, q_rope, k_rope], dout.double())
+    half = {n: x.detach().requires_grad_() for n, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    half["value"] = half["key"]
+    out, _, _ = torch.ops.npu.npu_sparse_flash_attention(**{**call, **half})
+    grads = torch.autograd.grad(out, [half[n] for n in ("query", "key", "query_rope", "key_rope")], dout)
+    for found, right in zip((out, *grads), (expected, *wanted), strict=True):
+        assert (found.double() - right).norm() / right.norm() < 5e-3
+
+    given = learning()
+    q, latent, q_rope, k_rope = (leaf(given[n]).detach() for n in ("query", "key", "query_rope", "key_rope"))
+    q_index, k_index, w = (leaf(given[n]) for n in ("query_index", "key_index", "weights"))
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    scores = 0.04 * torch.einsum("btnd,bsd->bnts", torch.cat((q, q_rope), 3), torch.cat((latent, k_rope), 3)[:, :, 0])
+    target = scores.masked_fill(~seen, -torch.inf).softmax(-1).sum(1) / 32
+    index = torch.einsum("bth,bths->bts", w, torch.einsum("bthd,bsd->bths", q_index, k_index[:, :, 0]).relu())
+    log = index.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+    loss = (torch.xlogy(target, target) - target * log).sum()
+    wanted = torch.autograd.grad(loss, [q_index, k_index, w])
+    *grads, found_loss = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(**given)
+    assert abs(float(found_loss) - float(loss)) < 1e-5
+    for found, right in zip(grads, wanted, strict=True):
+        assert (found.double() - right).norm() / right.norm() < 5e-3
+
+
+SHAPE = Shape(batch=2, sequence=37, heads=12, kv_heads=4, head_dim=16, v_head_dim=8, dtype="float32")
+MASKS = (
+    {"kind": "causal"},
+    {"kind": "full"},
+    {"kind": "document", "starts": [0, 9, 10, 26]},
+    {"kind": "window", "left": 5},
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "degree"),
+    [(name, degree) for name in PRESETS for degree in (1, 2, 3, 4) if degree == 1 or name != "none"],
+)
+def test_every_dense_strategy_computes_attention_with_the_operators(preset: str, degree: int) -> None:
+    checked = 0
+    for mask in MASKS:
+        plan = fitting_plan(preset, degree, mask)
+        if plan is None:
+            continue
+        rows = verify.in_one_process(plan, mask, devices.REHEARSAL, "float32")
+        assert [row for row in rows if not row.is_good] == []
+        checked += 1
+    assert checked or degree > 1
+
+
+def fitting_plan(preset: str, degree: int, mask: dict[str, object]) -> Plan | None:
+    """A plan of a preset on some ranks; None where the preset has no such mesh, or does not take the mask."""
+    try:
+        return plan_of(preset, shape=fitting(preset, SHAPE), mask=mask, degree=degree)
+    except CPError:
+        return None
+
+
+def test_sparse_attention_on_two_ranks_is_that_of_one_rank_and_a_scaled_loss_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cp, taken = compose("dsa"), verify_attention.TAKEN
+    plans = [plan_from_config({**cp, "degree": n}, shape=taken, mask={"kind": "causal"}) for n in (2, 1)]
+    rows = verify.against_one_rank(*plans, devices.REHEARSAL)
+    assert [row.name for row in rows if not row.is_good] == [] and {"out", "dq_index", "dkv_latent", "topk"} <= {
+        r.name for r in rows
+    }
+    smaller = replace(taken, index_heads=8, sequence=1088)
+    plans = [plan_from_config({**cp, "degree": n}, shape=smaller, mask={"kind": "causal"}) for n in (2, 1)]
+    learn = npu_sparse.NPUSparse.learn
+
+    def scaled(self: object, index: object, topk: Tensor, sight: object, source: object) -> object:
+        loss, grads = learn(self, index, topk, sight, source)  # type: ignore[arg-type]
+        degree = smaller.sequence // sight.queries.count  # type: ignore[attr-defined]
+        return loss, type(grads)(*(x * degree for x in grads))
+
+    monkeypatch.setattr(npu_sparse.NPUSparse, "learn", scaled)
+    rows = verify.against_one_rank(*plans, devices.REHEARSAL)
+    assert {row.name for row in rows if not row.is_good} == {"dq_index", "dk_index", "dw_index"}
+
+
+def test_a_mask_from_the_wrong_corner_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of("allgather_kv", degree=2, shape=SHAPE)
+    assert all(row.is_good for row in verify.in_one_process(plan, MASKS[0], devices.REHEARSAL, "float32"))
+    masking = npu_fusion._masking
+    monkeypatch.setattr(npu_fusion, "_masking", lambda *a: {**masking(*a), "sparse_mode": 2})
+    rows = verify.in_one_process(plan, MASKS[0], devices.REHEARSAL, "float32")
+    assert "out" in {row.name for row in rows if not row.is_good}
+
+
+def test_tiles_are_joined_for_a_kernel_that_takes_them() -> None:
+    plan = plan_of("allgather_kv", degree=2, shape=SHAPE)
+    q, k = plan.entry.sequence[1], plan_of("none", degree=1, shape=SHAPE).entry.sequence[0]
+    causal = in_fewer_calls(tiling(q, k, plan.mask), ("right_down", "packed"))
+    assert [(t.kind, t.q.count, t.k.count) for t in causal.tiles] == [("right_down", 18, 37)]
+    documents = in_fewer_calls(tiling(k, k, mask_of(MASKS[2], 37)), ("right_down", "packed"))
+    assert [(t.kind, t.parts) for t in documents.tiles] == [("packed", ((9, 9), (1, 1), (16, 16), (11, 11)))]
+    assert documents.tiles[0].pairs == 45 + 1 + 136 + 66
+
+
+def test_arguments_differ_between_versions_and_are_named() -> None:
+    shipped = json.loads(schemas.SCHEMAS.read_text())["schemas"]
+    name = "npu_sparse_flash_attention"
+    older = {
+        **shipped,
+        name: shipped[name].replace(", Tensor? sinks=None", "").replace("Tensor? value", "Tensor value"),
+    }
+    assert schemas.differences(shipped, shipped) == []
+    assert [line.split(":")[0] for line in schemas.differences(shipped, older)] == [name, name]
+    moved = {**shipped, name: shipped[name].replace("Tensor query, Tensor key", "Tensor key, Tensor query")}
+    assert schemas.differences(shipped, moved) == [f"{name}: arguments are in another order"]
+    assert schemas.differences(shipped, {}) == [f"{n}: is not there" for n in shipped]
+
+
+def test_npu_without_its_package_is_refused_with_what_is_missing() -> None:
+    with pytest.raises(ConfigError, match="torch_npu is not installed"):
+        devices.resolve("npu", 2)
+    assert devices.resolve("npu_reference", 2) == "npu_reference" and devices.of_tensors("npu_reference") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["cp=ulysses", "titan.training.seq_len=64"],
+            ["attend: npu_fusion_attention BNSD sparse_mode=2 (mask 2048 x 2048)"],
+        ),
+        (
+            ["cp=dsa", "titan.model.flavor=npu_debugmodel", "titan.training.seq_len=1280",
+             "titan.training.mixed_precision_param=bfloat16", "titan.training.local_batch_size=1"],
+            ["select: npu_sparse", "attend: npu_sparse", "learn: npu_sparse"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_job_trains_with_the_operators(
+    launch: Callable[..., Result], tmp_path: Path, arguments: list[str], said: list[str]
+) -> None:
+    job = ("launch.device=npu_reference", "titan.training.steps=3", "hydra.run.dir=run")
+    result = launch(*arguments, *job, timeout=200)
+    assert result.code == 0, result.out + result.err
+    assert not [text for text in said if text not in result.out], result.out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and rows[-1]["loss"] < rows[0]["loss"]

@@ -1,0 +1,266 @@
+"""The stand-in for Ascend's operators refuses what they would refuse: one broken call per rule, and the known traps."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_engine.errors import KernelError
+from cp_engine.npu.operators import bound, shipped
+from cp_engine.npu.rules import rule_table
+from cp_engine.npu.stand_in import stand_in
+
+Call = dict[str, object]
+COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu_(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> Iterator[None]:
+    with stand_in():
+        yield
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+def fused() -> Call:
+    q, k, v = random(2, 4, 8, 16), random(2, 2, 8, 16), random(2, 2, 8, 8)
+    given: Call = {"query": q, "key": k, "value": v, "head_num": 4, "input_layout": "BNSD", "scale": 0.25}
+    return given | {"atten_mask": COMPRESSED, "sparse_mode": 2}
+
+
+def fused_gradient() -> Call:
+    given = fused()
+    out, highest, total, *_ = torch.ops.npu.npu_fusion_attention(**given)
+    given["scale_value"] = given.pop("scale")
+    return given | {"dy": random(2, 4, 8, 8), "softmax_max": highest, "softmax_sum": total, "attention_in": out}
+
+
+def indexer() -> Call:
+    half = torch.bfloat16
+    q, k, w = random(2, 8, 4, 128, dtype=half), random(2, 8, 1, 128, dtype=half), random(2, 8, 4, dtype=half)
+    return {"query": q, "key": k, "weights": w, "sparse_count": 4, "sparse_mode": 3}
+
+
+def attention() -> Call:
+    half = torch.bfloat16
+    latent = random(2, 8, 1, 512, dtype=half)
+    indices, _ = torch.ops.npu.npu_lightning_indexer(**indexer())
+    given: Call = {"query": random(2, 8, 4, 512, dtype=half), "key": latent, "value": latent, "sparse_indices": indices}
+    given |= {"query_rope": random(2, 8, 4, 64, dtype=half), "key_rope": random(2, 8, 1, 64, dtype=half)}
+    return given | {"scale_value": 0.04, "sparse_block_size": 1, "attention_mode": 2, "return_softmax_lse": True}
+
+
+def attention_gradient() -> Call:
+    given = attention()
+    out, highest, total = torch.ops.npu.npu_sparse_flash_attention(**given)
+    del given["return_softmax_lse"]
+    given |= {"d_out": random(2, 8, 4, 512, dtype=torch.bfloat16), "out": out, "layout": "BSND"}
+    return given | {"softmax_max": highest, "softmax_sum": total}
+
+
+def learning() -> Call:
+    half = torch.bfloat16
+    index: Call = {"query_index": random(1, 4, 8, 128, dtype=half), "key_index": random(1, 4, 1, 128, dtype=half)}
+    index["weights"] = random(1, 4, 8, dtype=half)
+    indices = torch.full((1, 4, 1, 1024), -1, dtype=torch.int32)
+    for i in range(4):
+        indices[0, i, 0, : i + 1] = torch.arange(i + 1)
+    given: Call = {"query": random(1, 4, 32, 512, dtype=half), "key": random(1, 4, 1, 512, dtype=half)}
+    given |= {"query_rope": random(1, 4, 32, 64, dtype=half), "key_rope": random(1, 4, 1, 64, dtype=half)}
+    named = {"scale_value": 0.04, "sparse_indices": indices}
+    value: Call = {"value": given["key"], "attention_mode": 2, "return_softmax_lse": True, "sparse_block_size": 1}
+    _, highest, total = torch.ops.npu.npu_sparse_flash_attention(**given, **named, **value)
+    return given | named | index | {"softmax_max": highest, "softmax_sum": total}
+
+
+BASES: dict[str, Callable[[], Call]] = {
+    "npu_fusion_attention": fused,
+    "npu_fusion_attention_grad": fused_gradient,
+    "npu_lightning_indexer": indexer,
+    "npu_sparse_flash_attention": attention,
+    "npu_sparse_flash_attention_grad": attention_gradient,
+    "npu_sparse_lightning_indexer_grad_kl_loss": learning,
+}
+
+
+def strided(x: object) -> Tensor:
+    assert isinstance(x, Tensor)
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def changes(name: str, base: Call) -> Iterator[Call]:
+    """Changes of a call that is taken, each of which breaks a rule or more."""
+    tensors = {n: x for n, x in base.items() if isinstance(x, Tensor)}
+    for n, x in tensors.items():
+        yield {n: strided(x)}
+        yield {n: x.double() if x.is_floating_point() else x.to(torch.int64)}
+        yield {n: x.float() if x.dtype != torch.float32 else x.bfloat16()}
+        yield {n: x.unsqueeze(0).contiguous()}
+        for dim in range(x.ndim):
+            yield {n: torch.cat((x, x[(slice(None),) * dim + (slice(0, 1),)]), dim).contiguous()}
+    if "fusion" in name:
+        yield from fused_changes(base)
+    else:
+        yield from sparse_changes(name, base)
+    schema = torch._C.parse_schema(shipped()[1][name])
+    for argument in schema.arguments:  # what a call leaves out is set, and what it sets is left out
+        kind = str(argument.type)
+        if argument.name not in base and kind.startswith("Optional"):
+            yield {argument.name: [8] if "List" in kind else torch.zeros(4)}
+        elif kind.startswith("Optional") and argument.name in base:
+            yield {argument.name: None}
+
+
+def fused_changes(base: Call) -> Iterator[Call]:
+    q, k, v = (base[n] for n in ("query", "key", "value"))
+    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    yield {"input_layout": "SHB"}
+    yield {"query": q.double(), "key": k.double(), "value": v.double()}
+    yield {"head_num": 3}
+    yield {"value": random(2, 2, 8, 17)}
+    for dim, size in ((0, 0), (2, 0), (2, 1048577), (1, 257), (3, 769)):
+        sizes = [1, 1, 1, 1]
+        sizes[dim] = size
+        yield {
+            "query": torch.zeros(sizes),
+            "key": torch.zeros(sizes),
+            "value": torch.zeros(sizes),
+            "head_num": sizes[1],
+        }
+    yield {"sparse_mode": 6}
+    yield {"atten_mask": None}
+    for bound_ in ("pre_tockens", "next_tockens"):
+        yield {"atten_mask": None, "sparse_mode": 0, bound_: 0}
+    yield {"atten_mask": COMPRESSED.float()}
+    yield {"atten_mask": COMPRESSED[:1024, :1024].contiguous()}
+    yield {"atten_mask": torch.zeros(8, 9, dtype=torch.bool), "sparse_mode": 1}
+    packed = {n: x.transpose(1, 2).flatten(0, 1).contiguous() for n, x in (("query", q), ("key", k), ("value", v))}
+    yield {**packed, "input_layout": "TND"}
+    yield {**packed, "input_layout": "TND", "actual_seq_qlen": [8, 15], "actual_seq_kvlen": [8, 15]}
+    yield {"keep_prob": 0.9}
+
+
+def sparse_changes(name: str, base: Call) -> Iterator[Call]:
+    for argument, value in (
+        ("layout", "TND"),
+        ("layout_query", "TND"),
+        ("layout_key", "TND"),
+        ("layout_kv", "TND"),
+        ("sparse_mode", 1),
+        ("sparse_count", 0),
+        ("sparse_count", 9216),
+        ("sparse_count", 2500),
+        ("pre_tokens", 5),
+        ("next_tokens", 5),
+        ("return_value", True),
+        ("attention_mode", 0),
+        ("sparse_block_size", 2),
+    ):
+        if any(a.name == argument for a in torch._C.parse_schema(shipped()[1][name]).arguments):
+            yield {argument: value}
+    q, k = base["query"], base["key"]
+    assert isinstance(q, Tensor) and isinstance(k, Tensor)
+    for heads in (129, 256):
+        yield {"query": q.new_zeros(*q.shape[:2], heads, q.shape[3])}
+    yield {"key": k[:, :-1].contiguous()}  # fewer keys than queries
+    if "kl" in name:
+        indices = base["sparse_indices"]
+        assert isinstance(indices, Tensor)
+        for selected in (512, 1500, 9216):
+            yield {"sparse_indices": indices.new_full((1, 4, 1, selected), -1)}
+        yield {"query": q.new_zeros(1, 8193, 32, 1)}
+        yield {"key": k.new_zeros(1, 131073, 1, 1)}
+        yield {"query": q.new_zeros(257, 1, 1, 1)}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_rule_is_broken_by_a_call_and_named(name: str) -> None:
+    base = BASES[name]()
+    getattr(torch.ops.npu, name)(**base)  # this one is taken
+    broken = set()
+    for change in changes(name, base):
+        try:
+            getattr(torch.ops.npu, name)(**{**base, **change})  # some changes give another call that is taken
+        except KernelError as error:
+            broken |= {(p.key.rpartition(f"{name}.")[2], dict(p.details)["rule"]) for p in error.problems}
+        except RuntimeError as error:
+            assert str(error).startswith(f"npu::{name}() Expected a value of type"), error  # by the schema
+    rules = {(rule["require"][0], rule["rule"]) for rule in rule_table()[name]}  # type: ignore[index]
+    assert rules - broken == set()
+
+
+def refused(name: str, call: Call) -> str:
+    with pytest.raises(KernelError) as caught:
+        getattr(torch.ops.npu, name)(**call)
+    return str(caught.value)
+
+
+def test_known_traps_of_dense_attention_are_refused() -> None:
+    call, gradient = fused(), fused_gradient()
+    assert "the mode is ignored and attention is full" in refused("npu_fusion_attention", {**call, "atten_mask": None})
+    lower = ~COMPRESSED  # PyTorch's sense of a mask
+    assert "hides what is above the diagonal" in refused("npu_fusion_attention", {**call, "atten_mask": lower})
+    blind = torch.zeros(8, 8, dtype=torch.bool)
+    blind[3] = True
+    said = refused("npu_fusion_attention", {**call, "atten_mask": blind, "sparse_mode": 1})
+    assert "hides every key from 1 queries" in said
+    highest = gradient["softmax_max"]
+    assert isinstance(highest, Tensor)
+    said = refused("npu_fusion_attention_grad", {**gradient, "softmax_max": highest - 3})
+    assert "sums to" in said and "statistics are those of the same queries" in said
+    said = refused("npu_fusion_attention_grad", {**gradient, "softmax_max": highest + torch.arange(8) * 1e-3})
+    assert "holds different values" in said
+    said = refused("npu_fusion_attention_grad", {**gradient, "softmax_max": highest[..., 0].contiguous()})
+    assert "each statistic is there 8 times" in said
+
+
+def test_statistics_of_packed_tokens_lie_head_by_head_unless_asked() -> None:
+    q, k, v = random(16, 4, 16), random(16, 2, 16), random(16, 2, 8)
+    ends: Call = {"actual_seq_qlen": [6, 16], "actual_seq_kvlen": [6, 16]}
+    call: Call = {"query": q, "key": k, "value": v, "head_num": 4, "input_layout": "TND", "scale": 0.25, **ends}
+    call |= {"atten_mask": COMPRESSED, "sparse_mode": 3}
+    out, by_head, total, *_ = torch.ops.npu.npu_fusion_attention(**call)
+    _, by_token, _, *_ = torch.ops.npu.npu_fusion_attention(**call, softmax_layout="TND")
+    assert torch.equal(by_head.reshape(4, 16, 8).transpose(0, 1), by_token) and not torch.equal(by_head, by_token)
+    call["scale_value"] = call.pop("scale")
+    gradient: Call = call | {
+        "dy": torch.ones_like(out),
+        "attention_in": out,
+        "softmax_max": by_head,
+        "softmax_sum": total,
+    }
+    torch.ops.npu.npu_fusion_attention_grad(**gradient)
+    assert "sums to" in refused("npu_fusion_attention_grad", {**gradient, "softmax_layout": "TND"})
+
+
+def test_positional_and_misspelt_arguments_fail_at_the_schema() -> None:
+    call = fused()
+    q, k, v = (call[n] for n in ("query", "key", "value"))
+    with pytest.raises(RuntimeError, match=r"sparse_mod"):
+        torch.ops.npu.npu_fusion_attention(q, k, v, 4, "BNSD", sparse_mod=2)
+    half = attention()
+    positional = [half[n] for n in ("query", "key", "value", "sparse_indices", "scale_value")]
+    with pytest.raises(RuntimeError, match=r"positional|argument"):  # what follows scale_value goes by keyword
+        torch.ops.npu.npu_sparse_flash_attention(*positional, half["query_rope"])
+
+
+def test_indices_that_no_query_may_see_are_refused() -> None:
+    call = attention()
+    name, indices = "npu_sparse_flash_attention", call["sparse_indices"]
+    assert isinstance(indices, Tensor)
+    for wrong, said in (
+        (indices + 100, "there are 8 keys"),
+        (indices.flip(-1).contiguous(), "-1 stands behind"),
+        (indices.clamp(min=0), "name a key twice"),
+        (torch.full_like(indices, -1), "leave 16 queries without a key"),
+    ):
+        assert said in refused(name, {**call, "sparse_indices": wrong})
+
+
+def test_arguments_by_name_have_the_defaults_of_the_schema() -> None:
+    schema = torch.ops.npu.npu_lightning_indexer.default._schema
+    given = bound(schema, (1, 2), {"sparse_count": 7})
+    assert (given["query"], given["key"], given["sparse_count"], given["sparse_mode"]) == (1, 2, 7, 3)
