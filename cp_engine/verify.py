@@ -18,8 +18,8 @@ from cp_engine.shape import INDEX, Shape
 BOUND = 1e-12
 """Largest absolute error in float64 for inputs of unit variance: some thousand roundings of 1e-16 and no wrong pair."""
 
-BOUNDS = {"float64": BOUND, "float32": 1e-5}
-"""The same by dtype."""
+SINGLE_BOUND = 1e-5
+"""The same in float32."""
 
 HALF = 5e-3
 """Norm of a difference in bfloat16, relative: a rounding of 2^-9 of every element, and sums in another order."""
@@ -119,7 +119,8 @@ def compare(
     """
     shape = plan.shape
     tensors, dout = inputs_of(plan)
-    tensors, bound = {n: x.to(getattr(torch, dtype)).double() for n, x in tensors.items()}, BOUNDS[dtype]
+    tensors = {n: x.to(getattr(torch, dtype)).double() for n, x in tensors.items()}
+    bound = BOUND if dtype == "float64" else SINGLE_BOUND
     dout = dout.to(getattr(torch, dtype)).double()
     seen, scale = reference.visible(mask, shape.sequence), shape.head_dim**-0.5
     expected = reference.gradients_of(tensors, dout, seen, scale, shape.topk, DLOSS if plan.losses else 0.0)
