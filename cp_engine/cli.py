@@ -1,5 +1,6 @@
 """The command: composes a configuration with Hydra, then trains, explains, verifies or translates it."""
 
+import logging
 import os
 import re
 import shutil
@@ -120,7 +121,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         assert isinstance(overrides, list)
         failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
 
-    with toml_argument.registered(translation), _program_arguments(given), _full_error():
+    with toml_argument.registered(translation), _program_arguments(given), _full_error(), _root_logging():
         try:
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
@@ -237,6 +238,22 @@ def _program_arguments(arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+@contextmanager
+def _root_logging() -> Iterator[None]:
+    """Hydra gives the root logger a file in the run's folder, which may be removed; a program that goes on gets its own back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    root.handlers = list(handlers)
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers = handlers
+        root.setLevel(level)
 
 
 @contextmanager

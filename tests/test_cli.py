@@ -1,6 +1,7 @@
 """The command line: what composes, what is refused and how, and that no rank outlives a run."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -171,6 +172,14 @@ def test_mistake_is_refused_with_what_to_type(
     assert result.err.count("Error:") == 1
     missing = [text for text in said if text not in result.err]
     assert not missing, result.err
+
+
+def test_a_command_leaves_the_root_logger_as_it_was(command: Callable[..., Result]) -> None:
+    root = logging.getLogger()
+    before = root.handlers, list(root.handlers), root.level
+    for arguments in (["mode=explain"], ["cp=dsa", "model=llama3"]):
+        command(*arguments)
+        assert (root.handlers, list(root.handlers), root.level) == before
 
 
 def test_invalid_yaml_is_refused_with_its_file(command: Callable[..., Result], tmp_path: Path) -> None:
