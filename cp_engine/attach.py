@@ -20,6 +20,10 @@ from cp_engine.lower import Memo, Result
 class Engine(Protocol):
     """What an attached call goes to."""
 
+    @property
+    def sequence(self) -> int:
+        """The length that the plan is for, in tokens."""
+
     def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
         """The attention of one call, on local tensors, and what a recompute may use of it.
 
@@ -72,7 +76,7 @@ class Site:
             if not self.active:
                 return self.plain(*args, **named)
             call = self.binding(self.module, args, named)
-            return call.finish(self.active[-1].attend_compiled(call), {})
+            return call.finish(self.active[-1].attend_compiled(call), {}, self.active[-1].sequence)
         is_recompute = torch._C._current_graph_task_id() != -1
         engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
         memo = None
@@ -81,15 +85,16 @@ class Site:
         else:
             call = self.binding(self.module, args, named)
             result = engine.attend(call, self._passed(engine) if is_recompute else ())
-            out, memo = call.finish(result.out, result.losses), result.memo
+            out, memo = call.finish(result.out, result.losses, engine.sequence), result.memo
         if not is_recompute:
             self.calls += engine is not None
             self._remember(engine, out, memo)
         return out
 
     def _remember(self, engine: Engine | None, result: object, memo: Memo | None) -> None:
-        out = result[0] if isinstance(result, tuple) else result  # a loss may come beside it
-        if isinstance(out, Tensor) and out.grad_fn is not None:
+        found = result if isinstance(result, tuple) else (result,)  # a loss may come beside it, before or after
+        out = next((x for x in reversed(found) if isinstance(x, Tensor) and x.grad_fn is not None), None)
+        if out is not None and out.grad_fn is not None:
             token = _Token(memo)
             out.grad_fn.metadata["cp_engine"] = token  # type: ignore[index]  # a property, typed as a method
             self._with_graph = [(e, t) for e, t in self._with_graph if t() is not None]

@@ -31,7 +31,7 @@ Carried: TypeAlias = bool | Mask | Mapping[str, object] | str | HostMask
 """What a call says of visibility: causal or full, a mask or its configuration, or an object of the host's."""
 
 
-def _out(out: Tensor, losses: Mapping[str, Tensor]) -> Tensor:
+def _out(out: Tensor, losses: Mapping[str, Tensor], sequence: int) -> Tensor:
     return out
 
 
@@ -46,7 +46,7 @@ class Call:
         mask: what a query may see.
         enable_gqa: whether there may be fewer kv heads than heads.
         topk: keys that an indexer selects for a query; None where the module has none.
-        finish: makes the module's result of out [B, H, S_local, Dv] and the losses.
+        finish: makes the module's result of out [B, H, S_local, Dv], the losses and the length of the whole sequence.
     """
 
     tensors: Mapping[str, Tensor]
@@ -55,7 +55,7 @@ class Call:
     mask: Carried = True
     enable_gqa: bool = False
     topk: int | None = None
-    finish: Callable[[Tensor, Mapping[str, Tensor]], object] = _out
+    finish: Callable[[Tensor, Mapping[str, Tensor], int], object] = _out
 
 
 class Attention(nn.Module):

@@ -1,7 +1,7 @@
 """Devices by the names of `launch.device`, and what must be there for them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 
 from cp_engine.errors import ConfigError, Problem
@@ -21,9 +21,13 @@ def operators_of(device: str) -> Iterator[None]:
     if device not in ("npu", REHEARSAL):
         yield
         return
-    from cp_engine.npu.stand_in import stand_in  # here: no other device needs it
+    from cp_engine.npu.module import torch_npu_module  # here: no other device needs them
+    from cp_engine.npu.stand_in import stand_in
 
-    with stand_in():
+    with ExitStack() as undo:
+        undo.enter_context(stand_in())
+        if device == REHEARSAL:  # programs that import torch_npu are rehearsed too
+            undo.enter_context(torch_npu_module())
         yield
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from cp_engine import devices
 from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.keys import ABSENT, key_problems, lookup, shape_table, value_of
+from cp_engine.keys import ABSENT, key_problems, lookup, shape_row, shape_table, value_of
 from cp_engine.shape import Shape
 from cp_engine.world import data_parallel, degree_in, degrees, integer, world_size
 
@@ -50,7 +50,7 @@ def _head_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """Tensor parallelism cuts heads before the engine sees them."""
     tensor = integer(config, "titan.parallelism.tensor_parallel_degree")
     name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
-    row = shape_table().get(name, {}).get(flavor, {})
+    row = shape_row(config)
     for size in ("heads", "kv_heads"):
         if not _is_whole(row, size) and int(str(row.get(size, 0))) % tensor:
             key = "titan.parallelism.tensor_parallel_degree"
@@ -76,8 +76,7 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 
 def mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """A plan for another mask than the model's calls carry would be refused in the ranks."""
-    name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
-    attention = shape_table().get(name, {}).get(flavor, {}).get("attention", "sdpa")
+    flavor, attention = str(value_of(config, "titan.model.flavor")), shape_row(config).get("attention", "sdpa")
     kind, starts = lookup(config, "mask.kind"), lookup(config, "mask.starts")
     if attention == "sdpa" and kind != "causal":
         yield Problem(key="mask", what=f"is {kind}, and the model's attention is causal", tries=("mask=causal",))
@@ -126,7 +125,7 @@ def shape_of(config: Mapping[str, object]) -> Shape:
         "sequence": integer(config, "titan.training.seq_len"),
     }
     model, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
-    row = shape_table().get(model, {}).get(flavor, {})
+    row = shape_row(config)
     for name in ("heads", "kv_heads"):
         if name in row:
             sizes[name] = int(str(row[name])) // (1 if _is_whole(row, name) else tensor) or 1
@@ -240,10 +239,8 @@ def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             tries=("titan.training.global_batch_size=-1",),
         )
     name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, "titan.model.flavor"))
-    row = shape_table().get(name, {}).get(flavor)
-    if row is None:
+    if not shape_row(config):
         yield _unknown_model(name, flavor, [])
-        return
 
 
 def _unknown_model(name: str, flavor: str, missing: list[str]) -> Problem:

@@ -106,6 +106,27 @@ def shape_table() -> dict[str, dict[str, dict[str, object]]]:
     return table
 
 
+def package_of(config: Mapping[str, object]) -> str:
+    """The package of the config module; empty where none is named."""
+    module = lookup(config, CONFIG_MODULE)
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def flavors(config: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """The attention shapes of the configured model by flavor; a flavor that the config module's package brings too is the package's."""
+    table, package = shape_table().get(str(value_of(config, "titan.model.name")), {}), package_of(config)
+    brought = {flavor: row["in"] for flavor, row in table.items() if "in" in row}
+    return {
+        **table,
+        **{flavor: rows[package] for flavor, rows in brought.items() if isinstance(rows, dict) and package in rows},
+    }
+
+
+def shape_row(config: Mapping[str, object]) -> dict[str, object]:
+    """The attention shape of the configured model; empty where the table has none."""
+    return flavors(config).get(str(value_of(config, "titan.model.flavor")), {})
+
+
 def known_keys(config: Mapping[str, object] | None = None) -> dict[str, str]:
     """Every key that has a type here; with those of the configuration's config module, where there is a configuration."""
     return {**KEYS, **{f"titan.{key}": str(row["type"]) for key, row in titan_table(config).items()}}

@@ -60,6 +60,11 @@ class ContextParallel:
         self._is_closed = False
 
     @property
+    def sequence(self) -> int:
+        """The length that the plan is for, in tokens."""
+        return self.plan.shape.sequence
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank in exchanges so far, counted at the collectives; its own part is not counted."""
         return self._communicator.traffic.bytes_sent if self._communicator else 0

@@ -9,6 +9,7 @@ from cp_engine.attach import Binding
 from cp_engine.call import read_qkv
 from cp_engine.errors import CallError, Problem
 from cp_engine.integrations.torchtitan_attention import read_flex, read_latent, read_varlen
+from cp_engine.integrations.torchtitan_npu_attention import read_absorbed
 from cp_engine.sparse_attention import TENSORS, read_sparse
 
 QKV = ("q", "k", "v")
@@ -39,6 +40,8 @@ SITES = (
     Known("torchtitan.models.attention", "FlexAttentionWrapper", read_flex, QKV),
     Known("torchtitan.models.attention", "VarlenAttentionWrapper", read_varlen, QKV),
     Known("torchtitan.models.deepseek_v3.model.model", "Attention", read_latent, ("q", "kv_latent", "k_rope")),
+    Known("torchtitan_npu.models.deepseek_v32.model.model", "DSV32_SDPA", read_absorbed, TENSORS),
+    Known("torchtitan_npu.converters.kernels.fusion_attention", "NPUFusionAttention", read_qkv, QKV),
 )
 
 

@@ -96,22 +96,26 @@ def read_sparse(module: nn.Module, args: Sequence[object], named: Mapping[str, o
     if len(args) > len(TENSORS):
         what = f"the attention call carries {len(args)} positional arguments, and its tensors are {len(TENSORS)}"
         problems.append(Problem(key="call", what=what))
-    problems = problems or _size_problems(found)
+    problems = problems or size_problems(found)
     if problems:
         raise CallError(problems)
     assert isinstance(scale, float | int)
-    length = found["q"].shape[2]
-    for name in ("q_index", "w_index"):
-        found[name] = found[name].transpose(1, 2).reshape(found[name].shape[0], 1, length, -1)
     return Call(
-        tensors=found,
+        tensors=side_by_side(found),
         scale=float(scale),
         topk=torch.iinfo(torch.int32).max if module.is_dense else module.topk,
-        finish=lambda out, losses: (out, losses["indexer_loss"]),
+        finish=lambda out, losses, sequence: (out, losses["indexer_loss"]),
     )
 
 
-def _size_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
+def side_by_side(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `SparseAttention.forward` as a plan takes them: q_index [B, 1, S, Hi * Di] and w_index [B, 1, S, Hi]."""
+    batch, _, length, _ = tensors["q"].shape
+    found = {n: tensors[n].transpose(1, 2).reshape(batch, 1, length, -1) for n in ("q_index", "w_index")}
+    return {**tensors, **found}
+
+
+def size_problems(tensors: Mapping[str, Tensor]) -> list[Problem]:
     """Where the tensors of a call do not fit each other."""
     q, heads, index_heads = tensors["q"], tensors["q"].shape[1], tensors["q_index"].shape[1]
     latent, rope, width = tensors["kv_latent"].shape[-1], tensors["k_rope"].shape[-1], tensors["q_index"].shape[-1]

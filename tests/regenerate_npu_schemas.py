@@ -22,6 +22,8 @@ OPERATORS = (
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",
+    "npu_rms_norm",
+    "npu_rotary_mul",
 )
 
 

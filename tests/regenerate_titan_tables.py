@@ -149,9 +149,11 @@ def flavors_in(tree: ast.AST, name: str) -> Iterator[tuple[str, ast.Call]]:
 
 
 def with_npu(shapes: dict[str, dict[str, dict[str, object]]], npu: dict[str, dict[str, dict[str, object]]]) -> None:
-    """Adds torchtitan-npu's flavors; a flavor that the engine brings itself stays the engine's."""
+    """Adds torchtitan-npu's flavors; one that is there already keeps its row, with the package's row for jobs that run with it."""
     for model, flavors in npu.items():
-        shapes[model] |= {flavor: row for flavor, row in flavors.items() if flavor not in shapes[model]}
+        for flavor, row in flavors.items():
+            own = shapes[model].get(flavor)
+            shapes[model][flavor] = row if own is None else {**own, "in": {NPU: row}}
 
 
 def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
@@ -177,7 +179,14 @@ def main() -> None:
 
 def rows_of_npu(shapes: dict[str, dict[str, dict[str, object]]]) -> dict[str, dict[str, dict[str, object]]]:
     """The rows of a shape table that need torchtitan-npu."""
-    rows = {m: {f: row for f, row in flavors.items() if row.get("package") == NPU} for m, flavors in shapes.items()}
+    rows = {
+        model: {
+            f: row.get("in", {}).get(NPU, row)
+            for f, row in flavors.items()
+            if NPU in (row.get("package"), *row.get("in", {}))
+        }
+        for model, flavors in shapes.items()
+    }
     return {model: flavors for model, flavors in rows.items() if flavors}
 
 

@@ -153,8 +153,8 @@ def sparse_changes(name: str, base: Call) -> Iterator[Call]:
         ("sparse_count", 0),
         ("sparse_count", 9216),
         ("sparse_count", 2500),
-        ("pre_tokens", 5),
-        ("next_tokens", 5),
+        ("pre_tokens", 3),
+        ("next_tokens", 3),
         ("return_value", True),
         ("attention_mode", 0),
         ("sparse_block_size", 2),
@@ -166,6 +166,9 @@ def sparse_changes(name: str, base: Call) -> Iterator[Call]:
     for heads in (129, 256):
         yield {"query": q.new_zeros(*q.shape[:2], heads, q.shape[3])}
     yield {"key": k[:, :-1].contiguous()}  # fewer keys than queries
+    for argument in ("actual_seq_lengths_query", "actual_seq_lengths_kv"):
+        if argument in shipped()[1][name]:
+            yield {argument: torch.full((2,), 7, dtype=torch.int32)}
     if "kl" in name:
         indices = base["sparse_indices"]
         assert isinstance(indices, Tensor)

@@ -50,9 +50,14 @@ class Rules:
         return self._table("modules")
 
     @property
-    def npu_converters(self) -> tuple[str, ...]:
-        """Model converters that call Ascend operators."""
-        return tuple(self._data["npu_converters"])
+    def ascend_packages(self) -> list[str]:
+        """Packages that import torch_npu."""
+        return list(self._data["ascend_packages"])
+
+    @property
+    def npu_converters(self) -> dict[str, dict[str, list[str]]]:
+        """Model converters that call Ascend operators: what each `calls`, and for which `models` and `checkpoints` alone it is."""
+        return dict(self._data["npu_converters"])
 
     def older_keys(self, module: str) -> Mapping[str, dict[str, object]]:
         """Keys that a config module had once."""

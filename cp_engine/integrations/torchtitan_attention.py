@@ -67,7 +67,7 @@ def read_varlen(module: nn.Module, args: Sequence[object], named: Mapping[str, o
     return Call(tensors=reader.tensors(), scale=scale, mask=mask, enable_gqa=True, finish=_packed)
 
 
-def _packed(out: Tensor, losses: Mapping[str, Tensor]) -> Tensor:
+def _packed(out: Tensor, losses: Mapping[str, Tensor], sequence: int) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -124,7 +124,7 @@ def read_latent(module: nn.Module, args: Sequence[object], named: Mapping[str, o
         parameters={"kv_up": weight.view(-1, m.qk_nope_head_dim + m.v_head_dim, m.kv_lora_rank)},
         scale=m.softmax_scale,
         mask=True if carried is None else HostMask(carried, masks_of),
-        finish=lambda out, losses: m.wo(out.transpose(1, 2).reshape(batch, length, -1)),
+        finish=lambda out, losses, sequence: m.wo(out.transpose(1, 2).reshape(batch, length, -1)),
     )
 
 

@@ -13,6 +13,7 @@ from typing import get_type_hints
 
 import torch
 import torchtitan.components.validate
+import torchtitan.distributed.context_parallel
 import torchtitan.train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,21 +22,18 @@ from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import build_validator
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.attention import (
-    FlexAttentionWrapper,
-    ScaledDotProductAttentionWrapper,
-    VarlenAttentionWrapper,
-)
 from torchtitan.protocols import train_spec as specs
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.tools.utils import device_type
 
 from cp_engine.data.loader import ByteTokenizer, loader_builder
 from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.integrations import torchtitan_npu
 from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
 from cp_engine.integrations.torchtitan_spec import spec_of
 from cp_engine.integrations.torchtitan_validation import text_builder
-from cp_engine.sparse_attention import SparseAttention
+from cp_engine.sites import QKV, site_of
+from cp_engine.sparse_attention import TENSORS
 
 
 class RecordedMetrics(MetricsProcessor):
@@ -79,12 +77,14 @@ def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bo
     name = job_config.model.name
     if job_config.experimental.custom_import:  # before the model is looked up: it may register that model
         importlib.import_module(job_config.experimental.custom_import)
-    spec = spec_of(name)
+    spec = spec_of(job_config)
     if spec.build_metrics_processor_fn is not None:
         raise ConfigError(
             [Problem(key="titan.model.name", what=f"{name} brings metrics of its own, so no loss could be recorded")]
         )
     with ExitStack() as undo:
+        if torchtitan_npu.is_host(job_config):
+            undo.enter_context(torchtitan_npu.as_host(job_config))
         _register(
             undo,
             name,
@@ -178,10 +178,13 @@ def _without_own_context_parallelism(
 ) -> nn.Module:
     attentions = _attentions(model)
     given: list[nn.Module] = []
-    module = sys.modules[upstream.__module__]
     with ExitStack() as undo:
-        if hasattr(module, "apply_cp_to_attention_module"):
-            _swap(undo, module, "apply_cp_to_attention_module", _keep_in(given))
+        for module in (
+            sys.modules[upstream.__module__],
+            torchtitan.distributed.context_parallel,
+        ):  # where models import it from
+            if hasattr(module, "apply_cp_to_attention_module"):
+                _swap(undo, module, "apply_cp_to_attention_module", _keep_in(given))
         parallelized: nn.Module = upstream(model, parallel_dims, _without_degree(job_config))
     if parallel_dims.cp_enabled:
         _refuse_left_out(attentions, given)
@@ -205,8 +208,11 @@ def _without_degree(job_config: JobConfig) -> JobConfig:
 
 
 def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    wrappers = (ScaledDotProductAttentionWrapper, FlexAttentionWrapper, VarlenAttentionWrapper, SparseAttention)
-    return {name: module for name, module in model.named_modules() if isinstance(module, wrappers)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if any(site_of(module, tensors) is not None for tensors in (QKV, TENSORS))
+    }
 
 
 def _refuse_left_out(attentions: Mapping[str, nn.Module], given: Sequence[nn.Module]) -> None:
@@ -220,9 +226,15 @@ def _refuse_left_out(attentions: Mapping[str, nn.Module], given: Sequence[nn.Mod
         )
 
 
-def _keep_in(given: list[nn.Module]) -> Callable[[Sequence[nn.Module], DeviceMesh, str], None]:
+def _keep_in(given: list[nn.Module]) -> Callable[..., None]:
     def apply_cp_to_attention_module(
-        attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh, attention_type: str
+        attention_modules: Sequence[nn.Module],
+        cp_mesh: DeviceMesh,
+        attention_type: str,
+        *,
+        job_config: JobConfig | None = None,  # these three are torchtitan-npu's
+        model_args: BaseModelArgs | None = None,
+        tp_mesh: DeviceMesh | None = None,
     ) -> None:
         given.extend(attention_modules)  # the engine attaches later, to the finished model
 

@@ -9,7 +9,10 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchtitan.config import JobConfig
 from torchtitan.train import Trainer
+
+from cp_engine.integrations import torchtitan_npu
 
 
 class Collected(Protocol):
@@ -22,6 +25,18 @@ class Collected(Protocol):
 
 class IndexerTrainer(Trainer):  # type: ignore[misc]
     """torchtitan's Trainer, which also weighs and sums the losses of indexers, where a model has any."""
+
+    def __init__(self, job_config: JobConfig) -> None:
+        super().__init__(job_config)
+        training, parallelism = job_config.training, job_config.parallelism
+        pipeline = self.parallel_dims.pp_enabled
+        rows = parallelism.pipeline_parallel_microbatch_size if pipeline else training.local_batch_size
+        self._layer_losses = []
+        for part in self.model_parts if torchtitan_npu.is_host(job_config) else []:
+            losses = torchtitan_npu.LayerLosses(part, rows * training.seq_len)
+            if not losses.is_empty:
+                part.indexer_loss = losses
+                self._layer_losses.append(losses)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -38,7 +53,8 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
         """
         parts = indexed(self.model_parts)
         for part in parts:
-            weight = torch.as_tensor(float(self.model_args.indexer_loss_coeff), device=self.device)
+            # torchtitan-npu's models have no coefficient, which is 1
+            weight = torch.as_tensor(float(getattr(self.model_args, "indexer_loss_coeff", 1.0)), device=self.device)
             # torchtitan 0.2.2 does not divide the gradients of a pipeline by the tokens; alike here, so that clipping sees one scale
             part.weight = weight if self.parallel_dims.pp_enabled else weight / global_valid_tokens
             part.take()
@@ -54,6 +70,12 @@ class IndexerTrainer(Trainer):  # type: ignore[misc]
             self._indexer_losses = self._indexer_losses + taken if self._counted_in == self.step else taken
             self._counted_in = self.step
         return loss
+
+    def close(self) -> None:
+        """Finish, and leave a host's modules as they were."""
+        super().close()
+        for losses in getattr(self, "_layer_losses", ()):  # torchtitan's __init__ may have failed
+            losses.close()
 
     _indexer_losses: Tensor
     _counted_in = -1

@@ -2,11 +2,25 @@
 
 from collections.abc import Iterator, Mapping
 
+from cp_engine import world
 from cp_engine.compose import conf_dir
+from cp_engine.devices import REHEARSAL, resolve
 from cp_engine.errors import Problem
 from cp_engine.integrations.config_modules import is_installed, untrusted
 from cp_engine.integrations.toml_rules import Rules
-from cp_engine.keys import ABSENT, CONFIG_MODULE, lookup, module_tables, shape_table, titan_table, value_of
+from cp_engine.keys import (
+    ABSENT,
+    CONFIG_MODULE,
+    flavors,
+    lookup,
+    module_tables,
+    package_of,
+    shape_row,
+    titan_table,
+    value_of,
+)
+from cp_engine.models import OWN
+from cp_engine.npu.operators import shipped
 
 CONVERTERS = "titan.model.converters"
 KNOWN = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
@@ -24,6 +38,7 @@ def check(config: Mapping[str, object]) -> Iterator[Problem]:
         yield from _module_problems(config, module)
     yield from _flavor_problems(config)
     yield from _converter_problems(config)
+    yield from _host_problems(config)
 
 
 def _module_problems(config: Mapping[str, object], module: str) -> Iterator[Problem]:
@@ -43,28 +58,52 @@ def _module_problems(config: Mapping[str, object], module: str) -> Iterator[Prob
 
 def _flavor_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     key = "titan.model.flavor"
-    name, flavor = str(value_of(config, "titan.model.name")), str(value_of(config, key))
-    flavors = shape_table().get(name, {})
-    package = flavors.get(flavor, {}).get("package")
+    name, flavor, host = str(value_of(config, "titan.model.name")), str(value_of(config, key)), package_of(config)
+    rows = flavors(config)
+    package = rows.get(flavor, {}).get("package")
+    own = [other for other, row in rows.items() if row.get("package") != package]
     if isinstance(package, str) and not is_installed(package):
-        own = [other for other, row in flavors.items() if "package" not in row]
         what = (
             f"'{flavor}' of {name} is a flavor of the package {package}, which is not installed: it can be planned only"
         )
-        tries = (f"{key}={own[0]}", "mode=explain")
+        tries = (f"{key}={own[0]}", "mode=explain") if own else ("mode=explain",)
         yield Problem(key=key, what=what, details=(("here", ", ".join(own)),), tries=tries)
+    elif isinstance(package, str) and package != host:
+        module = next(module for module in module_tables() if module.startswith(f"{package}."))
+        what = f"'{flavor}' of {name} is a flavor of the package {package}, which the job does not load"
+        yield Problem(key=key, what=what, tries=(f"{CONFIG_MODULE}={module}", f"{key}={own[0]}"))
+    brought = [other for other, row in rows.items() if host and row.get("package") == host]
+    if name in OWN and brought and flavor in own and package is None:
+        what = f"'{flavor}' is a flavor of this engine's {name}, and {CONFIG_MODULE} brings the {name} of {host}"
+        details = (("of " + host, ", ".join(brought)),)
+        yield Problem(key=key, what=what, details=details, tries=(f"{key}={brought[0]}", f"~{CONFIG_MODULE}"))
 
 
 def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    device, found, converters = value_of(config, "launch.device"), npu_converters(config), value_of(config, CONVERTERS)
-    if found and device != "npu":
-        assert isinstance(converters, list)
-        what = f"has {', '.join(found)}, which call Ascend operators, and launch.device is {device}"
-        left = ",".join(name for name in converters if name not in found)
-        drop = "translate.drop_npu_converters=true" if config.get("toml") else f"{CONVERTERS}=[{left}]"
-        yield Problem(key=CONVERTERS, what=what, tries=(drop,))
-    may_register = any(value_of(config, key) for key in (CONFIG_MODULE, "titan.experimental.custom_import"))
+    found, converters = npu_converters(config), value_of(config, CONVERTERS)
     assert isinstance(converters, list)
+    device = _device(config) if found else ""
+    calls = {name: [op for op in row["calls"] if op not in shipped()[1]] for name, row in found.items()}
+    out_of_reach = [name for name, missing in calls.items() if missing or device != REHEARSAL]
+    if out_of_reach and device != "npu":
+        left = [name for name in converters if name not in out_of_reach]
+        drop = f"{CONVERTERS}=[{','.join(left)}]"
+        if device == REHEARSAL:
+            what = f"has {', '.join(out_of_reach)}, which call operators that {REHEARSAL} does not have"
+            details = (("missing", ", ".join(sorted({op for missing in calls.values() for op in missing}))),)
+            yield Problem(key=CONVERTERS, what=what, details=details, tries=(f"'{drop}'",))
+        else:
+            drop = "translate.drop_npu_converters=true" if config.get("toml") else drop
+            what = f"has {', '.join(out_of_reach)}, which call Ascend operators, and launch.device is {device}"
+            yield Problem(key=CONVERTERS, what=what, tries=(drop, f"launch.device={REHEARSAL}"))
+    for name, row in found.items() if device in ("npu", REHEARSAL) else ():
+        for kind, key in (("models", "titan.model.name"), ("checkpoints", "titan.activation_checkpoint.mode")):
+            if kind in row and (value := value_of(config, key)) not in row[kind]:
+                tries = tuple(f"{key}={other}" for other in row[kind]) if kind == "checkpoints" else ()
+                without = ",".join(other for other in converters if other != name)
+                what = f"is {value}, and the converter {name} takes {' or '.join(row[kind])}"
+                yield Problem(key=key, what=what, tries=(*tries, f"'{CONVERTERS}=[{without}]'"))
+    may_register = any(value_of(config, key) for key in (CONFIG_MODULE, "titan.experimental.custom_import"))
     for name in [] if may_register else [c for c in converters if c not in (*KNOWN, *found)]:
         near = next((other for other in KNOWN if other.endswith(f".{name}")), None)
         tries = (f"{CONVERTERS}=[{near}]",) if near else ()
@@ -72,8 +111,36 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key=CONVERTERS, what=what, details=(allowed,), tries=tries)
 
 
-def npu_converters(config: Mapping[str, object]) -> list[str]:
-    """The job's model converters that call Ascend operators."""
+def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What a package for Ascend needs to be loaded, and what of it the engine does not cut."""
+    host = package_of(config)
+    if host not in Rules(conf_dir()).ascend_packages or not is_installed(host):
+        return
+    if (device := _device(config)) not in ("npu", REHEARSAL):
+        what = f"loads {host}, which imports torch_npu, and launch.device is {device}"
+        tries = (f"launch.device={REHEARSAL}", "launch.device=npu")
+        yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
+    key = "titan.training.num_mtp_modules"
+    if isinstance(further := lookup(config, key), int) and further > 0:
+        what = f"is {further}, and each module predicts from tokens after a rank's own; the engine cuts tokens once"
+        yield Problem(key=key, what=what, tries=(f"{key}=0",))
+    row = shape_row(config)
+    if (
+        row.get("package") == host
+        and "topk" in row
+        and world.degree_in(config["cp"]) * world.data_parallel(config) == 1
+    ):
+        what = f"leaves one rank, and {host} trains this model only with FSDP, over cp x dp_shard"
+        yield Problem(key="launch.nproc", what=what, tries=("cp.degree=2", "launch.nproc=2"))
+
+
+def _device(config: Mapping[str, object]) -> str:
+    device = str(value_of(config, "launch.device"))
+    return resolve("auto", 1) if device == "auto" else device
+
+
+def npu_converters(config: Mapping[str, object]) -> dict[str, dict[str, list[str]]]:
+    """The job's model converters that call Ascend operators, with their rows."""
     converters = value_of(config, CONVERTERS)
     known = Rules(conf_dir()).npu_converters
-    return [name for name in converters if name in known] if isinstance(converters, list) else []
+    return {name: known[name] for name in converters if name in known} if isinstance(converters, list) else {}

@@ -5,6 +5,7 @@ Importing this imports torchtitan, on CPU inside `cpu_shims`.
 
 import importlib
 
+import torchtitan.models
 from torchtitan.config import JobConfig
 from torchtitan.protocols import train_spec as specs
 from torchtitan.protocols.model import BaseModelArgs
@@ -14,9 +15,11 @@ from cp_engine.models import OWN
 from cp_engine.shape import Shape
 
 
-def spec_of(name: str) -> specs.TrainSpec:
-    """How torchtitan trains a model: as registered, or one that ships with the engine."""
-    if name in OWN and name not in specs._extra_train_specs:
+def spec_of(job_config: JobConfig) -> specs.TrainSpec:
+    """How torchtitan trains the job's model: as registered or brought by its config module, else one that ships with the engine."""
+    name, module = job_config.model.name, job_config.job.custom_config_module
+    is_brought = bool(module) and name in torchtitan.models._supported_models
+    if name in OWN and name not in specs._extra_train_specs and not is_brought:
         own: specs.TrainSpec = importlib.import_module(OWN[name]).get_train_spec()
         return own
     return specs.get_train_spec(name)
@@ -33,7 +36,7 @@ def refuse_other_shape(job_config: JobConfig, shape: Shape) -> None:
         ConfigError: a size that differs, or an attention that the engine cannot attach to.
     """
     model = job_config.model
-    known = spec_of(model.name).model_args
+    known = spec_of(job_config).model_args
     if model.flavor not in known:
         raise ConfigError(
             [
@@ -60,7 +63,7 @@ def _attention_sizes(args: BaseModelArgs, tensor: int) -> dict[str, int]:
     kv_heads = int(sizes.get("n_kv_heads") or heads)
     if "index_topk" in sizes:  # in absorbed form: the latent is the one key and value head
         latent, rope = int(sizes["kv_lora_rank"]), int(sizes["qk_rope_head_dim"])
-        selected = int(sizes["max_seq_len"] if sizes["warm_up"] else sizes["index_topk"])
+        selected = int(sizes["max_seq_len"] if sizes.get("warm_up") else sizes["index_topk"])
         index = {
             "index_heads": int(sizes["index_n_heads"]),
             "index_dim": int(sizes["index_head_dim"]),

@@ -264,13 +264,16 @@ class _Translator:
         return [name for name in value if name in self.rules.npu_converters] if isinstance(value, list) else []
 
     def _needs_module(self) -> bool:
-        """Whether the run still needs the config module: for keys that torchtitan has not, a data set, or converters."""
+        """Whether the run still needs the config module: for keys that torchtitan has not, a data set, a flavor or converters."""
         module = str(self.value(MODULE))
         if module not in module_tables() or self.value("training.dataset") not in TEXTS:
             return True
         extra = set(self.table) - set(titan_table()) - set(self.rules.older_keys(module))
         kept = {key for key in self.keys if key in extra and key != "parallelism.enable_custom_context_parallel"}
-        return bool(kept) or (bool(self._npu_converters()) and not self.asked.drop_npu_converters)
+        row = shape_table().get(str(self.value("model.name")), {}).get(str(self.value("model.flavor")), {})
+        if bool(kept) or row.get("package") == module.partition(".")[0]:
+            return True
+        return bool(self._npu_converters()) and not self.asked.drop_npu_converters
 
     def _defaults(self, text: str) -> None:
         """torchtitan's value of what the file leaves out and this project's own configuration sets to something else."""

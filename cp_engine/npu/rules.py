@@ -1,7 +1,7 @@
 """What the operators refuse, as a table of rules over the arguments of a call; stricter than the vendor's shape functions.
 
 A rule is `{"rule": why, "require": [fact, relation, value]}`, with conditions of the same form in `when`. Facts are the arguments
-themselves, `name.dtype`, `.size`, `.dims`, `.is_contiguous` of tensors, and the sizes that follow from the layout.
+themselves, PARTS of tensors such as `name.dtype`, and the sizes that follow from the layout.
 """
 
 import json
@@ -13,6 +13,8 @@ from torch import Tensor
 from cp_engine.errors import KernelError, Problem
 
 Facts = Mapping[str, object]
+PARTS = ("dtype", "size", "dims", "is_contiguous", "has_whole_rows", "last", "rows")
+"""What a rule may say of a tensor."""
 
 
 def relations() -> Mapping[str, Callable[..., bool]]:
@@ -86,11 +88,12 @@ def _holds(facts: Facts, condition: object) -> bool:
 def _of_tensors(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, x in arguments.items():
         if not isinstance(x, Tensor):
-            yield from ((f"{name}.{part}", None) for part in ("dtype", "size", "dims", "is_contiguous", "last", "rows"))
+            yield from ((f"{name}.{part}", None) for part in PARTS)
             continue
         yield f"{name}.dtype", str(x.dtype).removeprefix("torch.")
         yield f"{name}.size", list(x.shape)
         yield f"{name}.dims", x.ndim
         yield f"{name}.is_contiguous", x.is_contiguous()
+        yield f"{name}.has_whole_rows", x.ndim == 0 or x.shape[-1] < 2 or x.stride(-1) == 1
         yield f"{name}.last", list(x.shape[-2:])
         yield f"{name}.rows", list(x.shape[:-1])

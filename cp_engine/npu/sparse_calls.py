@@ -39,6 +39,13 @@ def sparse_sizes(given: Arguments) -> dict[str, object]:
     facts["k_rope_dim"] = k_rope.shape[-1] if isinstance(k_rope, Tensor) else None
     facts |= {"rope_dim": rope.shape[-1] if isinstance(rope, Tensor) else None, "rows_one": [*q.shape[:2], 1]}
     facts["statistics"] = [q.shape[0], 1, *q.shape[1:3]]
+    for name, lengths, whole in (("query", "query", q), ("key", "kv", k)):
+        given_, full = given.get(f"actual_seq_lengths_{lengths}"), [whole.shape[1]] * whole.shape[0]
+        is_known = isinstance(given_, Tensor) and given_.device.type != "meta"
+        facts |= {
+            f"{name}_full": full,
+            f"{name}_lengths": tensor(given, f"actual_seq_lengths_{lengths}").tolist() if is_known else full,
+        }
     if "query_index" in given:
         q_index = tensor(given, "query_index")
         facts |= {

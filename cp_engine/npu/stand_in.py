@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from cp_engine.npu.composed import COMPOSED
 from cp_engine.npu.dense_calls import DENSE
 from cp_engine.npu.differentiable import DIFFERENTIABLE
 from cp_engine.npu.operators import bound, is_registered, shipped
@@ -35,6 +36,9 @@ def stand_in() -> Iterator[None]:
                     library.impl(name, partial(kernel, name, rules[name]), key)
                 if name in DIFFERENTIABLE:
                     library.impl(name, DIFFERENTIABLE[name], "Autograd")
+            elif name in COMPOSED and not is_registered(name):
+                library.define(schema)
+                library.impl(name, partial(_composed, name, rules[name]), "CompositeImplicitAutograd")
         yield
     finally:
         library._destroy()
@@ -52,6 +56,13 @@ def _sized(name: str, rules: list[dict[str, object]], *args: object, **kwargs: o
     sizes, _, outline = CALLS[name]
     require(name, given, sizes(given), rules)
     return outline(given)
+
+
+def _composed(name: str, rules: list[dict[str, object]], *args: object, **kwargs: object) -> object:
+    given = _given(name, args, kwargs)
+    sizes, compute = COMPOSED[name]
+    require(name, given, sizes(given), rules)
+    return compute(given)
 
 
 def _given(name: str, args: tuple[object, ...], kwargs: Arguments) -> dict[str, object]:
