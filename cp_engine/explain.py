@@ -212,8 +212,7 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
             if isinstance(kernel, NPUFusion):
                 tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
-                calls = dict.fromkeys(told(tile) for tiling in tilings for tile in tiling.tiles)
-                facts.append(("operator", f"{step.name}: {FORWARD} {'; '.join(calls)}"))
+                facts.append(("operator", f"{step.name}: {FORWARD} {told(tilings, kernel)}"))
         elif isinstance(step, SparseStep) and (device != "cpu" or step.kernel != "auto"):
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
