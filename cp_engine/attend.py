@@ -113,6 +113,8 @@ class Forward:
         self._dtype = torch.promote_types(q.dtype, torch.float32)
         self._out: Tensor | None = None
         self._lse = q.new_empty(0)
+        own = attention.kernel.limits.merge
+        self._merge = merge if own is None else own.add
 
     def visit(self, block: int, k: Tensor, v: Tensor) -> None:
         """Attends to one block: k [B, K, S_keys, D] and v [B, K, S_keys, Dv]."""
@@ -135,7 +137,7 @@ class Forward:
             if tile.is_first:
                 out[:, :, rows], self._lse[:, :, rows] = part, lse
             else:
-                merge(out[:, :, rows], self._lse[:, :, rows], part, lse)
+                self._merge(out[:, :, rows], self._lse[:, :, rows], part, lse)
 
     def result(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out [B, H, S, Dv] in q's dtype and lse [B, H, S].

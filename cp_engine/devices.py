@@ -1,5 +1,6 @@
 """Devices by the names of `launch.device`, and what must be there for them."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -44,6 +45,11 @@ def resolve(wanted: str, local_ranks: int) -> str:
     Raises:
         ConfigError: a device that is asked for and is not there, with what is missing.
     """
+    if wanted == REHEARSAL and is_vendor_loaded():
+        rule = ("rule", "its operators have no kernels for a CPU, and torch loads it by itself unless told not to")
+        instead = ("TORCH_DEVICE_BACKEND_AUTOLOAD=0 python launch.py ...", "launch.device=npu")
+        what = f"is {REHEARSAL}, and torch_npu is loaded in this process"
+        raise ConfigError([Problem(key="launch.device", what=what, details=(rule,), tries=instead)])
     if wanted in ("cpu", REHEARSAL):
         return wanted
     npus, missing = _npus()
@@ -65,6 +71,11 @@ def resolve(wanted: str, local_ranks: int) -> str:
     what = f"cuda has {devices} devices here, fewer than {local_ranks} ranks"
     tries = ("launch.device=cpu", f"cp.degree={devices}") if devices else ("launch.device=cpu",)
     raise ConfigError([Problem(key="launch.device", what=what, tries=tries)])
+
+
+def is_vendor_loaded() -> bool:
+    """Whether the real torch_npu is loaded; its stand-in has no devices."""
+    return hasattr(sys.modules.get("torch_npu"), "npu")
 
 
 def _npus() -> tuple[int, str]:

@@ -77,7 +77,29 @@ def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str
     if isinstance(step, Dense):
         kernel, reason = step.kernel_for(plan.shape, device)
         out["kernel"], out["kernel_reason"] = kernel.name, reason
+        out["operators"] = _dense_operators(planned, plan, device)
+    if isinstance(step, SparseStep) and _names_kernel(step, device):
+        chosen, reason = step.kernel_for(plan, device)
+        operators, calls = step.told(planned, plan, device)
+        out["kernel"], out["kernel_reason"] = chosen.name, reason
+        out["operators"], out["operator_calls"] = list(operators), {"per_rank": list(calls)}
     return out
+
+
+def _names_kernel(step: SparseStep, device: str) -> bool:
+    """Whether there was a choice."""
+    return device != "cpu" or step.kernel != "auto"
+
+
+def _dense_operators(planned: PlannedStep, plan: Plan, device: str) -> list[str]:
+    """What a device's own operators are told of the tiles of the ranks."""
+    step = planned.step
+    assert isinstance(step, Dense)
+    kernel, _ = step.kernel_for(plan.shape, device)
+    if not isinstance(kernel, NPUFusion):
+        return []
+    tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
+    return [f"{FORWARD} {told(tilings, kernel)}"]
 
 
 def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, object]:
@@ -210,13 +232,15 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             kernel, reason = step.kernel_for(plan.shape, device)
             sinks = ", with sinks" if step.sinks else ""
             facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
-            if isinstance(kernel, NPUFusion):
-                tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
-                calls = dict.fromkeys(told(tile) for tiling in tilings for tile in tiling.tiles)
-                facts.append(("operator", f"{step.name}: {FORWARD} {'; '.join(calls)}"))
-        elif isinstance(step, SparseStep) and (device != "cpu" or step.kernel != "auto"):
+            for operator in _dense_operators(planned, plan, device):
+                facts.append(("operator", f"{step.name}: {operator}"))
+        elif isinstance(step, SparseStep) and _names_kernel(step, device):
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
+            operators, calls = step.told(planned, plan, device)
+            if operators:
+                often = f"calls per rank {span(calls)}, one for each run of neighbouring queries"
+                facts.append(("operator", f"{step.name}: {'; '.join(operators)}; {often}"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
         n, m = (c * plan.pipeline for c in cost.collectives)

@@ -619,7 +619,7 @@ def test_unknown_kernel_is_refused_by_name() -> None:
     assert problem.key == "cp.steps.attend.kernel"
     assert "'cpu_flush'" in problem.what
     assert problem.details == (
-        ("allowed", "auto, cpu_flash, cuda_flash, cudnn, cuda_efficient, npu_fusion, flex, math"),
+        ("allowed", "auto, cpu_flash, cuda_flash, cudnn, cuda_efficient, npu_fusion, flex, math, npu_fusion_update"),
     )
     assert problem.tries == ("cp.steps.attend.kernel=cpu_flash",)
 

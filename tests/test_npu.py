@@ -115,7 +115,7 @@ MASKS = (
     {"kind": "causal"},
     {"kind": "full"},
     {"kind": "document", "starts": [0, 9, 10, 26]},
-    {"kind": "window", "left": 5},
+    {"kind": "window", "left": 5, "right": 0},
 )
 
 

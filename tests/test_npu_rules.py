@@ -76,9 +76,21 @@ def learning() -> Call:
     return given | named | index | {"softmax_max": highest, "softmax_sum": total}
 
 
+def update(*, is_packed: bool = False) -> Call:
+    """Two parts of a softmax: what two calls with statistics give."""
+    sizes = ((8, 3, 64), (8, 3, 8)) if is_packed else ((8, 2, 12), (2, 3, 8, 8))
+    given: Call = {"input_layout": "TND", "input_softmax_layout": "TND"} if is_packed else {"input_layout": "SBH"}
+    for i, part in enumerate(("prev", "cur")):
+        out, statistic = random(*sizes[0]) + i, random(*sizes[1])[..., :1].expand(sizes[1])
+        statistics = {f"{part}_softmax_max": statistic - i, f"{part}_softmax_sum": statistic.exp() + 1}
+        given |= {f"{part}_attn_out": out, **{n: x.contiguous() for n, x in statistics.items()}}
+    return given | ({"actual_seq_qlen": torch.tensor([0, 3, 8])} if is_packed else {})
+
+
 BASES: dict[str, Callable[[], Call]] = {
     "npu_fusion_attention": fused,
     "npu_fusion_attention_grad": fused_gradient,
+    "npu_ring_attention_update": update,
     "npu_lightning_indexer": indexer,
     "npu_sparse_flash_attention": attention,
     "npu_sparse_flash_attention_grad": attention_gradient,
@@ -103,6 +115,8 @@ def changes(name: str, base: Call) -> Iterator[Call]:
             yield {n: torch.cat((x, x[(slice(None),) * dim + (slice(0, 1),)]), dim).contiguous()}
     if "fusion" in name:
         yield from fused_changes(base)
+    elif "update" in name:
+        yield from update_changes(base)
     else:
         yield from sparse_changes(name, base)
     schema = torch._C.parse_schema(shipped()[1][name])
@@ -141,6 +155,23 @@ def fused_changes(base: Call) -> Iterator[Call]:
     yield {**packed, "input_layout": "TND"}
     yield {**packed, "input_layout": "TND", "actual_seq_qlen": [8, 15], "actual_seq_kvlen": [8, 15]}
     yield {"keep_prob": 0.9}
+
+
+def update_changes(base: Call) -> Iterator[Call]:
+    yield {"input_layout": "BNSD"}
+    yield {"input_softmax_layout": "TND"}
+    nothing = {n: x.new_zeros(0, *x.shape[1:]) for n, x in base.items() if isinstance(x, Tensor) and x.ndim == 3}
+    statistics = {n: x.new_zeros(2, 3, 0, 8) for n, x in base.items() if isinstance(x, Tensor) and x.ndim == 4}
+    yield {**nothing, **statistics}
+    yield {n: x[..., :-1].contiguous() for n, x in base.items() if n.endswith("attn_out") and isinstance(x, Tensor)}
+    packed = update(is_packed=True)
+    yield {**packed, "actual_seq_qlen": None}
+    yield {**packed, "actual_seq_qlen": torch.tensor([0, 8], dtype=torch.int32)}
+    yield {**packed, "input_softmax_layout": ""}
+    yield {**packed, "prev_softmax_max": base["prev_softmax_max"]}
+    for heads, width in ((257, 64), (3, 832), (3, 65)):
+        sizes = {"attn_out": (8, heads, width), "softmax_max": (8, heads, 8), "softmax_sum": (8, heads, 8)}
+        yield {**packed, **{f"{part}_{n}": torch.ones(s) for n, s in sizes.items() for part in ("prev", "cur")}}
 
 
 def sparse_changes(name: str, base: Call) -> Iterator[Call]:

@@ -48,6 +48,19 @@ class Call:
     hardware: Hardware | None = None
 
 
+class Merge(Protocol):
+    """How partial results become one, where a kernel has a way of its own."""
+
+    def refusal(self) -> str | None:
+        """Why this process cannot merge so; None where it can, or where that is not known."""
+
+    def told(self) -> str:
+        """What merges, for a reader."""
+
+    def add(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        """Adds a partial result to another, in place; as `cp_engine.attend.merge`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a kernel can do, as data.
@@ -59,6 +72,7 @@ class Limits:
         capability: the lowest compute capability.
         dtype_capability: dtype -> a higher lowest one.
         joins: kinds of joined tiles that it takes, see `cp_engine.tiles.in_fewer_calls`.
+        merge: what makes its partial results one; None: torch operations in float32, by lse.
     """
 
     devices: tuple[str, ...] = ()
@@ -67,6 +81,7 @@ class Limits:
     capability: tuple[int, int] = (0, 0)
     dtype_capability: tuple[tuple[str, tuple[int, int]], ...] = ()
     joins: tuple[str, ...] = ()
+    merge: Merge | None = None
 
     def refusal(self, call: Call) -> str | None:
         """Why a call is outside the limits; None when it is inside."""
@@ -92,9 +107,17 @@ class Limits:
 class Kernel(Protocol):
     """One attention kernel. Tensors are [B, H, S, D]; k and v may have fewer heads, dividing q's."""
 
-    name: str
-    summary: str
-    limits: Limits
+    @property
+    def name(self) -> str:
+        """In the configuration."""
+
+    @property
+    def summary(self) -> str:
+        """What it is, for a reader."""
+
+    @property
+    def limits(self) -> Limits:
+        """What it can do."""
 
     def refusal(self, call: Call) -> str | None:
         """Why the kernel cannot do a call; None when it can."""

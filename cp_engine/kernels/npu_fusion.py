@@ -11,6 +11,9 @@ softmax, so that a tile's share of a merged result is one call.
 Source: torch_npu 2.13.0, docstring of npu_fusion_attention.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,27 +21,38 @@ from cp_engine.kernels.base import Call, Limits, band_mask
 from cp_engine.kernels.operands import is_empty, nothing_seen
 from cp_engine.npu.layouts import COPIES
 from cp_engine.npu.operators import COMPRESSED, accepts, registered
-from cp_engine.tiles import Tile
+from cp_engine.tiles import Tile, Tiling
 
 FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
 
 
-class NPUFusion:
-    """Blocked attention on Ascend, out and statistics; GQA is native."""
+LIMITS = Limits(
+    devices=("npu", "npu_reference"),
+    dtypes=("float32", "bfloat16", "float16"),
+    widest=768,
+    joins=("right_down", "packed"),
+)
 
-    name = "npu_fusion"
-    summary = "npu_fusion_attention of torch_npu"
-    limits = Limits(
-        devices=("npu", "npu_reference"),
-        dtypes=("float32", "bfloat16", "float16"),
-        widest=768,
-        joins=("right_down", "packed"),
-    )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NPUFusion:
+    """Blocked attention on Ascend, out and statistics; GQA is native.
+
+    Args:
+        name: in the configuration.
+        summary: for a reader.
+        limits: with what merges its partial results.
+    """
+
+    name: str = "npu_fusion"
+    summary: str = "npu_fusion_attention of torch_npu"
+    limits: Limits = LIMITS
 
     def refusal(self, call: Call) -> str | None:
         if call.v_head_dim > call.head_dim:
             return f"takes values no wider than keys, and they are {call.v_head_dim} and {call.head_dim} wide"
-        return self.limits.refusal(call)
+        merge = self.limits.merge
+        return self.limits.refusal(call) or (None if merge is None else merge.refusal())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         if is_empty(q, k, v):
@@ -75,8 +89,16 @@ class NPUFusion:
         return _placed(tile, rows, dq, 0.0), dk, dv
 
 
-def told(tile: Tile) -> str:
-    """What the operator is told of a tile, for a reader."""
+def told(tilings: Sequence[Tiling], kernel: NPUFusion) -> str:
+    """What the operator is told of tiles and, where some have a part of a row, what merges them, for a reader."""
+    calls = dict.fromkeys(_told(tile) for tiling in tilings for tile in tiling.tiles)
+    merge = kernel.limits.merge
+    merged = "merged in float32 by lse" if merge is None else f"merged by {merge.told()}"
+    is_merged = any(not tile.is_first for tiling in tilings for tile in tiling.tiles)
+    return "; ".join([*calls, merged] if is_merged else calls)
+
+
+def _told(tile: Tile) -> str:
     mode = {"full": 0, "causal": 2, "right_down": 3, "packed": 3, "partial": 1}[tile.kind]
     mask = {"full": "no mask", "partial": "its own mask"}.get(tile.kind, f"mask {COMPRESSED} x {COMPRESSED}")
     return f"{'TND' if tile.kind == 'packed' else 'BNSD'} sparse_mode={mode} ({mask})"

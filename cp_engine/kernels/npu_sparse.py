@@ -18,10 +18,50 @@ from cp_engine.npu.operators import registered
 from cp_engine.shape import Shape
 from cp_engine.sight import Sight
 
-SELECT, ATTEND = "npu_lightning_indexer", "npu_sparse_flash_attention"
-ATTEND_GRADIENT, LEARN = "npu_sparse_flash_attention_grad", "npu_sparse_lightning_indexer_grad_kl_loss"
 ABSORBED, RIGHT_DOWN = 2, 3
 """attention_mode of latent attention in absorbed form; sparse_mode of a causal mask from the bottom right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator, and the arguments that are the same in each of its calls, for the call and for the plan.
+
+    Args:
+        name: of it.
+        layouts: the arguments that name a layout.
+        layout: of all tensors.
+        fixed: name and value of further arguments.
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+    layout: str = "BSND"
+    fixed: tuple[tuple[str, int], ...]
+
+    def named(self) -> dict[str, object]:
+        """The arguments of a call."""
+        return {**dict.fromkeys(self.layouts, self.layout), **dict(self.fixed)}
+
+    def told(self) -> str:
+        """The same for a reader."""
+        return " ".join([self.name, self.layout, *(f"{name}={value}" for name, value in self.fixed)])
+
+
+CAUSAL = ("sparse_mode", RIGHT_DOWN)
+ATTENDING = (CAUSAL, ("attention_mode", ABSORBED), ("sparse_block_size", 1))
+ATTEND = Operator(
+    name="npu_sparse_flash_attention",
+    layouts=("layout_query", "layout_kv"),
+    fixed=(*ATTENDING, ("return_softmax_lse", True)),
+)
+ATTEND_GRADIENT = Operator(name="npu_sparse_flash_attention_grad", layouts=("layout",), fixed=ATTENDING)
+LEARN = Operator(name="npu_sparse_lightning_indexer_grad_kl_loss", layouts=("layout",), fixed=(CAUSAL,))
+
+
+def selecting(count: int) -> Operator:
+    """The indexer, for a number of keys per query."""
+    layouts = ("layout_query", "layout_key")
+    return Operator(name="npu_lightning_indexer", layouts=layouts, fixed=(CAUSAL, ("sparse_count", count)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +154,21 @@ class NPUSparse:
             return f"runs on {' and '.join(self.devices)}, not on {call.device}"
         return self.limits.refusal(call)
 
+    def told(self, work: str, count: int) -> tuple[str, ...]:
+        works = {"select": (selecting(count),), "attend": (ATTEND, ATTEND_GRADIENT), "learn": (LEARN,)}
+        return tuple(operator.told() for operator in works[work])
+
+    def calls(self, sight: Sight) -> int:
+        return len(sight.queries.runs)
+
     def select(self, index: Index, sight: Sight, count: int) -> Tensor:
         batch, _, rows, _ = index.q.shape
         out = index.q.new_full((batch, 1, rows, count), -1, dtype=torch.int32)
-        k = sight.ascending(index.k, 2).transpose(1, 2)
+        k, operator = sight.ascending(index.k, 2).transpose(1, 2), selecting(count)
         for run in _runs(sight):
             q, w = _index_rows(index, run)
             keys = k[:, : run.keys].contiguous()
-            found, _ = registered(SELECT)(
-                query=q, key=keys, weights=w, layout_query="BSND", layout_key="BSND", sparse_count=count, sparse_mode=RIGHT_DOWN
-            )  # fmt: skip
+            found, _ = registered(operator.name)(query=q, key=keys, weights=w, **operator.named())
             out[:, :, run.rows] = sight.positions_of(found.squeeze(2)).unsqueeze(1)
         return out
 
@@ -132,10 +177,9 @@ class NPUSparse:
         out = q.new_zeros((*q.shape[:3], width))
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide_of(q.dtype))
         for run, named in _sparse_runs(given, sight):
-            part, highest, total = registered(ATTEND)(
-                **named, value=named["key"], scale_value=scale, sparse_block_size=1, layout_query="BSND", layout_kv="BSND",
-                sparse_mode=RIGHT_DOWN, attention_mode=ABSORBED, return_softmax_lse=True,
-            )  # fmt: skip
+            part, highest, total = registered(ATTEND.name)(
+                **named, value=named["key"], scale_value=scale, **ATTEND.named()
+            )
             out[:, :, run.rows] = part.transpose(1, 2)
             lse[:, :, run.rows] = (highest + total.log()).squeeze(1).transpose(1, 2)
         return out, lse
@@ -150,9 +194,9 @@ class NPUSparse:
             rows = (x[:, :, run.rows].transpose(1, 2).contiguous() for x in (dout.to(given.q.dtype), out))
             d_out, out_ = rows
             highest = _statistics(lse, run)
-            dq_, dk, dv, dq_rope, dk_rope = registered(ATTEND_GRADIENT)(
+            dq_, dk, dv, dq_rope, dk_rope = registered(ATTEND_GRADIENT.name)(
                 **named, value=named["key"], d_out=d_out, out=out_, softmax_max=highest, softmax_sum=torch.ones_like(highest),
-                scale_value=scale, sparse_block_size=1, layout="BSND", sparse_mode=RIGHT_DOWN, attention_mode=ABSORBED,
+                scale_value=scale, **ATTEND_GRADIENT.named(),
             )  # fmt: skip
             dq[:, :, run.rows, :width] = dq_.transpose(1, 2)
             dq[:, :, run.rows, width:] = dq_rope.transpose(1, 2)
@@ -172,12 +216,11 @@ class NPUSparse:
             q = source.q[:, :, run.rows].transpose(1, 2)
             k = keys[:, : run.keys]
             highest = _statistics(source.lse, run)
-            dq, dk, dw, part = registered(LEARN)(
+            dq, dk, dw, part = registered(LEARN.name)(
                 query=q[..., :latent].contiguous(), key=k[..., :latent].contiguous(), query_index=q_index,
                 key_index=k_index[:, : run.keys].contiguous(), weights=w, sparse_indices=_indices(topk, sight, run),
                 softmax_max=highest, softmax_sum=torch.ones_like(highest), scale_value=source.scale,
-                query_rope=q[..., latent:].contiguous(), key_rope=k[..., latent:].contiguous(), layout="BSND",
-                sparse_mode=RIGHT_DOWN,
+                query_rope=q[..., latent:].contiguous(), key_rope=k[..., latent:].contiguous(), **LEARN.named(),
             )  # fmt: skip
             loss += part.to(wide).sum()
             grads.q[:, 0, run.rows] = dq.flatten(2)

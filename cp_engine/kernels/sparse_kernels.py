@@ -19,6 +19,12 @@ class SparseKernel(Protocol):
     def refusal(self, call: SparseCall) -> str | None:
         """Why the kernel cannot do a call; None when it can."""
 
+    def told(self, work: str, count: int) -> tuple[str, ...]:
+        """What a device's own operators are told in `select`, `attend` or `learn`, for a reader; `count` keys are selected."""
+
+    def calls(self, sight: Sight) -> int:
+        """How often each of them is called for a rank."""
+
     def select(self, index: Index, sight: Sight, count: int) -> Tensor:
         """Global positions [B, 1, S, count], int32, ascending; -1 behind the last one."""
 
@@ -46,6 +52,12 @@ class TorchSparse:
 
     def refusal(self, call: SparseCall) -> str | None:
         return None
+
+    def told(self, work: str, count: int) -> tuple[str, ...]:
+        return ()
+
+    def calls(self, sight: Sight) -> int:
+        return 0
 
 
 SPARSE_KERNELS: tuple[SparseKernel, ...] = (NPUSparse(), TorchSparse())

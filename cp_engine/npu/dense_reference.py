@@ -1,10 +1,11 @@
-"""What npu_fusion_attention and its gradient compute, in float64, from the vendor's formulas.
+"""What npu_fusion_attention, its gradient and npu_ring_attention_update compute, in float64, from the vendor's formulas.
 
     S = scale Q K^T     P = exp(S - max) / sum     O = P V
     dV = P^T dO     dS = P (dO V^T - rowsum(dO O))     dQ = scale dS K     dK = scale dS^T Q
+    update:   m = max(m1, m2)     a = s1 exp(m1 - m)     b = s2 exp(m2 - m)     O = O1 a / (a + b) + O2 b / (a + b)
 
 max and sum are the statistics that are passed, so those of a merged result give its share. Dropout and pse are left out: refused.
-Source: the docstring of npu_fusion_attention in torch_npu 2.13.0; FlashAttention-2, arXiv 2307.08691, section 3.1.
+Source: the docstrings of both operators in torch_npu 2.13.0; FlashAttention-2, arXiv 2307.08691, section 3.1.
 """
 
 from collections.abc import Sequence
@@ -73,6 +74,22 @@ def backward(
         dv[:, :, keys] = _summed(p.transpose(-1, -2) @ dout_[:, :, rows], v_.shape[1])
     dq, dk, dv = (from_heads(x, layout).to(given[0].dtype) for x in (dq, dk, dv))
     return dq, dk, dv, largest
+
+
+def update(
+    previous: tuple[Tensor, Tensor, Tensor], current: tuple[Tensor, Tensor, Tensor], layout: str, softmax_layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, softmax_max and softmax_sum of two parts, each given as these three; out in its layout and dtype."""
+    heads = previous[1].shape[1]
+    (out1, m1, s1), (out2, m2, s2) = (
+        (to_heads(out, layout, heads).double(), *(from_statistics(x, layout, softmax_layout) for x in statistics))
+        for out, *statistics in (previous, current)
+    )
+    m = torch.maximum(m1, m2)
+    a, b = s1 * (m1 - m).exp(), s2 * (m2 - m).exp()
+    out = out1 * (a / (a + b)).unsqueeze(-1) + out2 * (b / (a + b)).unsqueeze(-1)
+    highest, total = (to_statistics(x, layout, softmax_layout) for x in (m, a + b))
+    return from_heads(out, layout).to(previous[0].dtype), highest, total
 
 
 def hidden_rows(q_tokens: int, k_tokens: int, masking: Masking) -> int:

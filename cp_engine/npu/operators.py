@@ -23,12 +23,22 @@ def is_registered(name: str) -> bool:
     return hasattr(torch.ops.npu, name)
 
 
+def lacks(name: str) -> bool:
+    """Whether a torch_npu is loaded that does not register an operator; where none is loaded, that is not known."""
+    return not is_registered(name) and any(is_registered(other) for other in shipped()[1])
+
+
 def registered(name: str) -> "torch._ops.OpOverload":
     """An operator.
 
     Raises:
-        KernelError: neither torch_npu nor the stand-in is loaded.
+        KernelError: neither torch_npu nor the stand-in is loaded, or a torch_npu that lacks the operator is.
     """
+    if lacks(name):
+        what = f"torch.ops.npu.{name} is not registered by the torch_npu of this process"
+        version, _ = shipped()
+        rule, install = ("rule", f"torch_npu {version} registers it"), f"pip install torch_npu=={version}"
+        raise KernelError([Problem(key="launch.device", what=what, details=(rule,), tries=(install,))])
     if not is_registered(name):
         what = f"torch.ops.npu.{name} is not registered in this process"
         rule = ("rule", "importing torch_npu registers it; launch.device=npu_reference rehearses it on a CPU")

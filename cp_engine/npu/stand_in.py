@@ -16,29 +16,30 @@ from cp_engine.npu.differentiable import DIFFERENTIABLE
 from cp_engine.npu.operators import bound, is_registered, shipped
 from cp_engine.npu.rules import require, rule_table
 from cp_engine.npu.sparse_calls import SPARSE
+from cp_engine.npu.update_calls import UPDATE
 
 Arguments = Mapping[str, object]
-CALLS = {**DENSE, **SPARSE}
+CALLS = {**DENSE, **UPDATE, **SPARSE}
 """Operator -> (sizes that follow from its arguments, what it computes, the sizes of what it gives)."""
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Registers the operators that nobody registered, until the context is left."""
+    """Registers the operators until the context is left; none where somebody registered one, so that what a torch_npu lacks stays so."""
     library = torch.library.Library("npu", "FRAGMENT")
     _, schemas = shipped()
+    missing = {} if any(map(is_registered, schemas)) else schemas
     rules = rule_table()
     try:
-        for name, schema in schemas.items():
-            if name in CALLS and not is_registered(name):
-                library.define(schema)
-                for key, kernel in (("CPU", _computed), ("Meta", _sized)):
-                    library.impl(name, partial(kernel, name, rules[name]), key)
-                if name in DIFFERENTIABLE:
-                    library.impl(name, DIFFERENTIABLE[name], "Autograd")
-            elif name in COMPOSED and not is_registered(name):
-                library.define(schema)
+        for name, schema in missing.items():
+            library.define(schema)
+            if name in COMPOSED:
                 library.impl(name, partial(_composed, name, rules[name]), "CompositeImplicitAutograd")
+                continue
+            for key, kernel in (("CPU", _computed), ("Meta", _sized)):
+                library.impl(name, partial(kernel, name, rules[name]), key)
+            if name in DIFFERENTIABLE:
+                library.impl(name, DIFFERENTIABLE[name], "Autograd")
         yield
     finally:
         library._destroy()

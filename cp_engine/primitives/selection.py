@@ -1,6 +1,7 @@
 """What the steps of sparse attention share: their kernel, and what they ask of layouts."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +23,18 @@ class SparseStep(Step):
         kernel: `auto`, or the name of a kernel.
     """
 
+    work: ClassVar[str]
+    """What its kernel does in it: `select`, `attend` or `learn`."""
+    sees: ClassVar[tuple[str, str]]
+    """The tensors whose positions are the queries and keys of that work."""
     kernel: str = field(default="auto", metadata={"allowed": ("auto", *(k.name for k in SPARSE_KERNELS))})
+
+    def told(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """What a device's own operators are told, and how often each is called per rank, in each pass that needs it."""
+        kernel, _ = self.kernel_for(plan, device)
+        target = Target(ranks=tuple(range(plan.degree)), device=device, communicator=None)
+        calls = (kernel.calls(sight) for sight in sights(planned, *self.sees, plan, target))
+        return kernel.told(self.work, plan.shape.selected), tuple(calls)
 
     def kernel_for(self, plan: Plan, device: str) -> tuple[SparseKernel, str]:
         """The kernel that runs, and why it is that one.

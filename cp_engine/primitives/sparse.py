@@ -40,6 +40,7 @@ class LightningIndexer(SparseStep):
     """Selects the keys of each query: q_index, k_index, w_index -> topk."""
 
     kind = "lightning_indexer"
+    work, sees = "select", ("q_index", "k_index")
     uses = INDEX
     makes = ("topk",)
     differentiates = INDEX  # with zeros where nothing learns
@@ -61,7 +62,7 @@ class LightningIndexer(SparseStep):
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         is_learned = any(s.step.losses for s in plan.steps)
         return SelectOperation(
-            sights(planned, "q_index", "k_index", plan, target),
+            sights(planned, *self.sees, plan, target),
             plan.shape.selected,
             is_learned,
             self.kernel_for(plan, target.device)[0],
@@ -73,6 +74,7 @@ class Sparse(SparseStep):
     """Softmax attention to the selected keys, in absorbed form: q, kv_latent, k_rope, topk -> out in q's layout, and lse."""
 
     kind = "sparse_attention"
+    work, sees = "attend", ("q", "kv_latent")
     uses = ("q", "kv_latent", "k_rope", "topk")
     makes = ("out", "lse")
     differentiates = ("q", "kv_latent", "k_rope")
@@ -108,7 +110,7 @@ class Sparse(SparseStep):
         return replace(cost(plan, made), pairs=tuple(pairs))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
-        return SparseOperation(sights(planned, "q", "kv_latent", plan, target), self.kernel_for(plan, target.device)[0])
+        return SparseOperation(sights(planned, *self.sees, plan, target), self.kernel_for(plan, target.device)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ class IndexerLoss(SparseStep):
     """
 
     kind = "indexer_loss"
+    work, sees = "learn", ("q_index", "k_index")
     uses = (*INDEX, "q", "kv_latent", "k_rope", "topk", "lse")
     differentiates = INDEX
     losses = ("indexer_loss",)
@@ -182,7 +185,7 @@ class IndexerLoss(SparseStep):
             exchange = Redistribution([t.adjoint for t in planned.transfers], target, (("target",),))
         return LearnOperation(
             sights(planned, "q", "kv_latent", plan, target),
-            sights(planned, "q_index", "k_index", plan, target),
+            sights(planned, *self.sees, plan, target),
             [planned.layout_before("topk").sequence[r] for r in target.ranks],
             exchange,
             self.kernel_for(plan, target.device)[0],
