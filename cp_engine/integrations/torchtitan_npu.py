@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torchtitan.config import JobConfig
 from torchtitan.tools.utils import device_type
 
@@ -50,6 +51,9 @@ def as_host(job_config: JobConfig) -> Iterator[None]:
             capability = dist.Backend.backend_capability
             undo.callback(capability.update, fake=capability["fake"])
             capability["fake"] = [device for device in capability["fake"] if device != "npu"]
+            attention = importlib.import_module(f"{PACKAGE}.models.deepseek_v32.model.model").DSV32_SDPA
+            undo.callback(setattr, attention, "sdpa_backends", attention.sdpa_backends)
+            attention.sdpa_backends = [SDPBackend.MATH]  # of those that it names, a CPU has none that takes its sizes
         for name in WITH_ROTARY_TABLES:
             names = vars(importlib.import_module(name))
             undo.callback(names.update, reshape_for_broadcast=names["reshape_for_broadcast"])

@@ -124,14 +124,16 @@ def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     if isinstance(further := lookup(config, key), int) and further > 0:
         what = f"is {further}, and each module predicts from tokens after a rank's own; the engine cuts tokens once"
         yield Problem(key=key, what=what, tries=(f"{key}=0",))
-    row = shape_row(config)
+    row, shards = shape_row(config), world.data_parallel(config)
+    is_alone = config["mode"] == "verify"  # which compares with a run without cp
     if (
         row.get("package") == host
         and "topk" in row
-        and world.degree_in(config["cp"]) * world.data_parallel(config) == 1
+        and shards * (1 if is_alone else world.degree_in(config["cp"])) == 1
     ):
-        what = f"leaves one rank, and {host} trains this model only with FSDP, over cp x dp_shard"
-        yield Problem(key="launch.nproc", what=what, tries=("cp.degree=2", "launch.nproc=2"))
+        key = "titan.parallelism.data_parallel_shard_degree"
+        what = f"leaves one rank{' beside cp' * is_alone}, and {host} trains this model only with FSDP"
+        yield Problem(key=key, what=what, tries=(f"{key}=2",))
 
 
 def _device(config: Mapping[str, object]) -> str:
