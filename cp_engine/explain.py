@@ -238,9 +238,9 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
             operators, calls = step.told(planned, plan, device)
-            if operators:
-                often = f"calls per rank {span(calls)}, one for each run of neighbouring queries"
-                facts.append(("operator", f"{step.name}: {'; '.join(operators)}; {often}"))
+            facts += [("operator", f"{step.name}: {operator}") for operator in operators]
+            if max(calls, default=1) > 1:
+                facts.append(("operator", f"{step.name}: {span(calls)} calls per rank, one for each run of neighbours"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
         n, m = (c * plan.pipeline for c in cost.collectives)

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONGEST = (
     "training",
+    "npu_host",
     "cli",
     "gloo",
     "parallel",

@@ -4,6 +4,7 @@ The package is not a dependency: `.ci/run` installs it into a folder of its own 
     pip install --no-deps --target FOLDER torchtitan-npu==0.2.2.post2 && CP_ENGINE_TORCHTITAN_NPU=FOLDER pytest tests/test_npu_host.py
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from cp_engine.npu.stand_in import stand_in
 from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
+from tests.conftest import Result
 from tests.gloo import World, world
 
 FOLDER = os.environ.get("CP_ENGINE_TORCHTITAN_NPU", "")
@@ -310,3 +312,66 @@ def test_dense_module_on_two_ranks_is_that_of_one(two: World, layout: str) -> No
 def test_fused_module_of_its_converter_is_a_site(two: World) -> None:
     for errors in two.run(fused):
         assert len(errors) == 6 and max(errors.values()) < 1e-5, errors  # type: ignore[attr-defined, arg-type]
+
+
+# ------------------------------------------------------------------ its jobs
+@pytest.fixture
+def hosted(launch: Callable[..., Result]) -> Callable[..., Result]:
+    """The command, where torchtitan-npu is installed and Ascend is rehearsed."""
+    path = os.pathsep.join((str(Path(__file__).parents[1]), FOLDER))
+    same = ("data=builtin", "launch.device=npu_reference")
+    return lambda file, *options: launch(f"toml={OWN / file}.toml", *same, *options, timeout=280, PYTHONPATH=path)
+
+
+FLOAT32 = ("mode=verify", "verify.level=training", "titan.training.mixed_precision_param=float32")
+CONVERTERS = "titan.model.converters=[npu_rms_norm,npu_rope]"
+BATCH = "titan.training.local_batch_size=1"
+SPARSE = ("titan.model.flavor=tinymodel", "titan.training.seq_len=64", "titan.activation_checkpoint.mode=full", BATCH)
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        ("npu_ulysses", ("titan.training.seq_len=64", "titan.training.local_batch_size=2")),
+        ("npu_dsa", ("cp=dsa", *SPARSE, "titan.parallelism.data_parallel_shard_degree=2")),
+    ],
+)
+def test_its_models_train_as_they_do_alone(hosted: Callable[..., Result], file: str, options: tuple[str, ...]) -> None:
+    result = hosted(file, *FLOAT32, CONVERTERS, *options)
+    assert result.code == 0 and result.out.rstrip().endswith("verified"), result.out + result.err
+    assert ("indexer 1" in result.out) == (file == "npu_dsa")
+
+
+def test_its_sparse_model_trains_with_its_converters(hosted: Callable[..., Result], tmp_path: Path) -> None:
+    options = (*SPARSE[:1], BATCH, "titan.training.seq_len=1024", "titan.activation_checkpoint.mode=none")
+    steps = ("titan.training.steps=2", "titan.metrics.log_freq=1")
+    result = hosted("npu_dsa", "titan.model.converters=[npu_dsa,npu_rms_norm,npu_rope]", *options, *steps)
+    assert result.code == 0, result.out + result.err
+    assert "npu_sparse_lightning_indexer_grad_kl_loss BSND sparse_mode=3" in result.out
+    rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] < rows[0]["loss"]
+    assert all(0 < row["indexer_loss"] < 1 for row in rows)
+    log = next(tmp_path.rglob("rank0.log")).read_text()
+    for name in ("npu_dsa", "npu_rms_norm", "npu_rope"):
+        assert f"[NPU-CONVERTER] Applied '{name}'" in log
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("launch.device=cpu",), ("npu_permute, npu_gmm, npu_rope, which call Ascend", "imports torch_npu", "npu_reference")),
+        (SPARSE, ("npu_permute, npu_gmm", "npu_grouped_matmul", "'titan.model.converters=[npu_dsa,npu_rms_norm,npu_rope]'")),
+        (("titan.model.converters=[npu_dsa]",), ("is selective, and the converter npu_dsa takes none or full",)),
+        ((CONVERTERS, "cp=dsa", "titan.model.flavor=npu_debugmodel"), ("this engine's deepseek_v32", "titan.model.flavor=debugmodel")),
+        ((CONVERTERS, *SPARSE, "titan.training.num_mtp_modules=1"), ("num_mtp_modules", "the engine cuts tokens once")),
+        ((CONVERTERS, *SPARSE, *FLOAT32), ("leaves one rank beside cp", "data_parallel_shard_degree=2")),
+        ((CONVERTERS, *SPARSE, "cp=dsa", "cp.degree=1"), ("leaves one rank, and torchtitan_npu trains",)),
+    ],
+)  # fmt: skip
+def test_what_it_would_refuse_in_every_rank_is_refused_before(
+    hosted: Callable[..., Result], options: tuple[str, ...], said: tuple[str, ...]
+) -> None:
+    result = hosted("npu_dsa", *options)
+    assert result.code != 0 and "starting" not in result.out
+    for text in said:
+        assert text in result.err, result.err

@@ -73,7 +73,7 @@ def _flavor_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         what = f"'{flavor}' of {name} is a flavor of the package {package}, which the job does not load"
         yield Problem(key=key, what=what, tries=(f"{CONFIG_MODULE}={module}", f"{key}={own[0]}"))
     brought = [other for other, row in rows.items() if host and row.get("package") == host]
-    if name in OWN and brought and flavor in own and package is None:
+    if name in OWN and brought and flavor in rows and package is None:
         what = f"'{flavor}' is a flavor of this engine's {name}, and {CONFIG_MODULE} brings the {name} of {host}"
         details = (("of " + host, ", ".join(brought)),)
         yield Problem(key=key, what=what, details=details, tries=(f"{key}={brought[0]}", f"~{CONFIG_MODULE}"))
