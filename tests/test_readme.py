@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 FOLDERS = ("conf", "cp_engine", "docs", "tests", "benchmarks", ".ci")
 REFUSED_STEP = "~cp.steps.gather"
+SPARSE = (ROOT / "tests" / "toml" / "npu_dsa.toml").read_text()
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -45,6 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my" / "cp").mkdir(parents=True)
     (tmp_path / "my" / "cp" / "mine.yaml").write_text(blocks(README, "yaml")[1])
     (tmp_path / "my" / "deepseek_v3.toml").write_text(blocks(README, "toml")[0])
+    (tmp_path / "my" / "deepseek_v32.toml").write_text(SPARSE)
     monkeypatch.chdir(tmp_path)
     assert cli.run(["mode=translate", "toml=my/deepseek_v3.toml", "out=my/experiment/deepseek_v3.yaml"]) == 0
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

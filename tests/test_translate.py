@@ -169,6 +169,7 @@ def test_keys_of_the_command_line_are_written_into_the_translation(command: Comm
         (["cp=allgather_kv", "layout@cp.layout=zigzag", "titan.training.max_norm=2.5"], {"training.max_norm": 2.5}),
         (["cp=ulysses"], {"parallelism.enable_custom_context_parallel": True}),
         (["cp=dsa", "layout@cp.layout=contiguous"], {"model.converters": ["npu_dsa"], "model.name": "deepseek_v32"}),
+        (["cp=dsa", "cp.degree=1"], {"parallelism.context_parallel_degree": 1, "model.name": "deepseek_v32"}),
         (
             ["cp=none", "mask=document", "titan.model.flavor=16B", "datasets.c4.tokenizer=/a 'b' \"c\" \\d"],
             {"model.hf_assets_path": "/a 'b' \"c\" \\d"},
@@ -208,7 +209,7 @@ def test_configuration_becomes_a_toml_that_becomes_the_same_configuration(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["cp=usp"], ["usp is no composition that a TOML can ask for", "none, ulysses, dsa"]),
+        (["cp=usp"], ["usp is no composition that a TOML can ask for", "dsa, none, ulysses"]),
         (["cp=ulysses", "cp.steps.attend.kernel=math"], ["cp.steps.attend.kernel from ulysses as shipped"]),
         (["cp=ulysses", "cp.recompute=skip_attention"], ["cp.recompute from ulysses as shipped"]),
         (["cp=ulysses", "model=llama3"], ["known there for deepseek_v3 only", "model=deepseek_v3"]),

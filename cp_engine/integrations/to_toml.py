@@ -95,7 +95,7 @@ def _asked(
         what = f"{cp.get('name')} is no composition that a TOML can ask for"
         allowed = ("allowed", ", ".join(rules.presets))
         return {}, [Problem(key="cp", what=what, details=(*details, allowed))]
-    rows = [row for preset in presets for row in rules.asking_for(preset)]
+    rows = [row for preset in presets for row in rules.asking_for(preset, degree)]
     fitting = [row for row in rows if all(keys.get(key) == value for key, value in _fixed(row) if key == "model.name")]
     if not fitting:
         models = sorted({str(value) for row in rows for key, value in _fixed(row) if key == "model.name"})

@@ -106,10 +106,12 @@ class Rules:
         """The presets that a TOML can ask for."""
         return tuple(dict.fromkeys(row["cp"] for row in self._data["compositions"] if "cp" in row))
 
-    def asking_for(self, preset: str) -> Iterator[Mapping[str, object]]:
-        """The rows that ask for a preset in today's keys, and for which it is the best choice."""
+    def asking_for(self, preset: str, degree: int) -> Iterator[Mapping[str, object]]:
+        """The rows that ask for a preset of a degree in today's keys, and for which it is the best choice."""
         for row in self._data["compositions"]:
             conditions = [c for c in row["when"].values() if isinstance(c, Mapping)]
+            if row["when"].get("parallelism.context_parallel_degree", degree) != degree:
+                continue
             if row.get("cp") == preset and "better" not in row and all("has" in condition for condition in conditions):
                 yield row
 

@@ -23,6 +23,7 @@ from cp_engine.integrations.toml_translation import (
     options,
 )
 from cp_engine.keys import module_tables, shape_table, titan_table
+from cp_engine.world import degree_in
 
 MODULE = "job.custom_config_module"
 DEGREE = "parallelism.context_parallel_degree"
@@ -210,9 +211,11 @@ class _Translator:
         degree = int(str(self.value(DEGREE)))
         whence = self._whence(DEGREE)
         self.result.choices["cp"] = (composed.preset, f"{DEGREE} = {degree}, {whence}")
-        if degree > 1:
+        preset = compose(composed.preset)
+        if degree > 1 or degree_in(preset) > 1:
             self.result.settings["cp.degree"] = (degree, whence)
-            own = compose(composed.preset)["layout"]
+        if degree > 1:
+            own = preset["layout"]
             assert isinstance(own, Mapping)
             if composed.layout != own["kind"]:
                 key, _ = self.rules.balancers
