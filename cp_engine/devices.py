@@ -80,7 +80,8 @@ def is_vendor_loaded() -> bool:
 
 def _npus() -> tuple[int, str]:
     """How many NPUs there are, and what is missing where there is none."""
-    if find_spec("torch_npu") is None:
+    is_rehearsed = "torch_npu" in sys.modules and not is_vendor_loaded()
+    if is_rehearsed or find_spec("torch_npu") is None:
         return 0, "the package torch_npu is not installed"
     try:
         import torch_npu

@@ -364,6 +364,8 @@ def test_its_sparse_model_trains_with_its_converters(hosted: Callable[..., Resul
         (("titan.model.converters=[npu_dsa]",), ("is selective, and the converter npu_dsa takes none or full",)),
         ((CONVERTERS, "cp=dsa", "titan.model.flavor=npu_debugmodel"), ("this engine's deepseek_v32", "titan.model.flavor=debugmodel")),
         ((CONVERTERS, *SPARSE, "titan.training.num_mtp_modules=1"), ("num_mtp_modules", "the engine cuts tokens once")),
+        ((CONVERTERS, "cp=dsa", "titan.parallelism.tensor_parallel_degree=2"), ("computes tensor-parallel experts wrongly",)),
+        ((CONVERTERS, "cp=dsa", "titan.profiling.enable_profiling=true"), ("needs a device, which npu_reference is not",)),
         ((CONVERTERS, *SPARSE, *FLOAT32), ("leaves one rank beside cp", "data_parallel_shard_degree=2")),
         ((*SPARSE, "cp=dsa", "titan.parallelism.tensor_parallel_degree=2"), ("learns from all heads of a query",)),
         ((CONVERTERS, *SPARSE, "cp=dsa", "cp.degree=1"), ("leaves one rank, and torchtitan_npu trains",)),

@@ -55,8 +55,21 @@ class Rules:
         return list(self._data["ascend_packages"])
 
     @property
+    def with_device(self) -> list[str]:
+        """Keys of those packages that a rehearsal cannot do."""
+        return list(self._data["with_device"])
+
+    @property
+    def tensor_parallel_with(self) -> dict[str, str]:
+        """Model -> the converter without which those packages compute its tensor parallelism wrongly."""
+        return dict(self._data["tensor_parallel_with"])
+
+    @property
     def npu_converters(self) -> dict[str, dict[str, list[str]]]:
-        """Model converters that call Ascend operators: what each `calls`, and for which `models` and `checkpoints` alone it is."""
+        """Model converters that call Ascend operators.
+
+        What each `calls`, for which `models` and `checkpoints` alone it is, and why it cannot run `alone`, without the engine.
+        """
         return dict(self._data["npu_converters"])
 
     def older_keys(self, module: str) -> Mapping[str, dict[str, object]]:

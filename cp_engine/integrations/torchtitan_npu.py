@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from torchtitan.config import JobConfig
 from torchtitan.tools.utils import device_type
 
+from cp_engine.errors import ConfigError, Problem
 from cp_engine.sites import site_of
 from cp_engine.sparse_attention import TENSORS
 
@@ -27,9 +28,19 @@ WITH_ROTARY_TABLES = tuple(f"torchtitan.models.{name}.model.model" for name in (
 
 
 def is_host(job_config: JobConfig) -> bool:
-    """Whether a job names the package's config module, and so runs with its models and converters."""
+    """Whether a job names the package's config module, and so runs with its models and converters.
+
+    Raises:
+        ConfigError: it does not, and an earlier job of this process did.
+    """
     module = job_config.job.custom_config_module
-    return bool(module) and module.partition(".")[0] == PACKAGE
+    found = bool(module) and module.partition(".")[0] == PACKAGE
+    if not found and PACKAGE in sys.modules:
+        what = f"names no module of {PACKAGE}, which an earlier job of this process loaded"
+        rule = ("rule", "what the package and its converters change in torchtitan stays until the process ends")
+        tries = ("launch.inline=false",)
+        raise ConfigError([Problem(key="titan.job.custom_config_module", what=what, details=(rule,), tries=tries)])
+    return found
 
 
 @contextmanager
@@ -48,8 +59,7 @@ def as_host(job_config: JobConfig) -> Iterator[None]:
         memory.set_per_process_memory_fraction(job_config.training.torch_npu_memory_ratio)
     with ExitStack() as undo:
         if device_type == "cpu":  # the package lets fake groups serve Ascend too, a device that torch cannot name here
-            capability = dist.Backend.backend_capability
-            undo.callback(capability.update, fake=capability["fake"])
+            capability = dist.Backend.backend_capability  # not put back: what the package does to a process stays
             capability["fake"] = [device for device in capability["fake"] if device != "npu"]
             attention = importlib.import_module(f"{PACKAGE}.models.deepseek_v32.model.model").DSV32_SDPA
             undo.callback(setattr, attention, "sdpa_backends", attention.sdpa_backends)

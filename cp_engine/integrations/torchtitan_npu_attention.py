@@ -4,6 +4,7 @@ Source: class DSV32_SDPA of torchtitan_npu/models/deepseek_v32/model/model.py, 0
 """
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ def read_absorbed(module: nn.Module, args: Sequence[object], named: Mapping[str,
     given = {**dict(zip(ARGUMENTS, args, strict=False)), **named}
     found = {n: x for n, x in given.items() if n in TENSORS and isinstance(x, Tensor)}
     problems = [Problem(key=f"call.{n}", what="is missing") for n in TENSORS if n not in found]
+    problems += [Problem(key=f"call.{n}", what="is given twice") for n in ARGUMENTS[: len(args)] if n in named]
     if len(args) > len(ARGUMENTS):
         problems.append(
             Problem(key="call", what=f"carries {len(args)} positional arguments, more than {len(ARGUMENTS)}")
@@ -45,14 +47,14 @@ def read_absorbed(module: nn.Module, args: Sequence[object], named: Mapping[str,
             what = f"the attention call carries {name}={short(given[name])}, which no plan accounts for"
             problems.append(Problem(key=f"call.{name}", what=what))
     scale, topk = given.get("scale"), given.get("index_topk")
-    if not isinstance(scale, float):
+    if not isinstance(scale, float | int) or isinstance(scale, bool) or not isfinite(scale):
         problems.append(Problem(key="call.scale", what=f"must be a number, not {short(scale)}"))
     if not isinstance(topk, int):
         problems.append(Problem(key="call.index_topk", what=f"must be a whole number, not {short(topk)}"))
     problems = problems or _form_problems(found, given.get("end_pos"))
     if problems:
         raise CallError(problems)
-    assert isinstance(scale, float) and isinstance(topk, int)
+    assert isinstance(scale, float | int) and isinstance(topk, int)
     width, batch = found["v"].shape[3], found["q"].shape[0]
     tensors = {
         "q": found["q"],
@@ -67,7 +69,7 @@ def read_absorbed(module: nn.Module, args: Sequence[object], named: Mapping[str,
         raise CallError(problems)
     return Call(
         tensors=side_by_side(tensors),
-        scale=scale,
+        scale=float(scale),
         topk=topk,
         finish=lambda out, losses, sequence: (losses["indexer_loss"] / (batch * sequence), out),
     )
@@ -84,7 +86,7 @@ def _form_problems(found: Mapping[str, Tensor], end: object) -> list[Problem]:
         what = f"k and v have {k.shape[1]} and {v.shape[1]} heads, and the engine takes the latent, one for all heads"
         return [Problem(key="call.k", what=what, details=(rule,))]
     # a comparison on a device would wait for it; a rehearsal on a CPU makes it
-    if k.device.type == "cpu" and not torch.equal(k[..., : v.shape[3]], v):
+    if k.device.type == "cpu" and not torch.allclose(k[..., : v.shape[3]], v, 0.0, 0.0, equal_nan=True):
         return [Problem(key="call.k", what="does not begin with v", details=(rule,))]
     if end is not None and end != found["q"].shape[2]:
         what = f"is {short(end)}, and the call has {found['q'].shape[2]} queries: keys of earlier calls are not taken"

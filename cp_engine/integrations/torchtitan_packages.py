@@ -103,6 +103,9 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
                 without = ",".join(other for other in converters if other != name)
                 what = f"is {value}, and the converter {name} takes {' or '.join(row[kind])}"
                 yield Problem(key=key, what=what, tries=(*tries, f"'{CONVERTERS}=[{without}]'"))
+        if "alone" in row and config["mode"] == "verify":
+            what = f"has {name}, which cannot run without the engine, and verify compares with that: {row['alone']}"
+            yield Problem(key=CONVERTERS, what=what, tries=("mode=train",))
     may_register = any(value_of(config, key) for key in (CONFIG_MODULE, "titan.experimental.custom_import"))
     for name in [] if may_register else [c for c in converters if c not in (*KNOWN, *found)]:
         near = next((other for other in KNOWN if other.endswith(f".{name}")), None)
@@ -114,17 +117,28 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """What a package for Ascend needs to be loaded, and what of it the engine does not cut."""
     host = package_of(config)
-    if host not in Rules(conf_dir()).ascend_packages or not is_installed(host):
+    rules = Rules(conf_dir())
+    if host not in rules.ascend_packages or not is_installed(host):
         return
     if (device := _device(config)) not in ("npu", REHEARSAL):
         what = f"loads {host}, which imports torch_npu, and launch.device is {device}"
         tries = (f"launch.device={REHEARSAL}", "launch.device=npu")
         yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
+    for key in (f"titan.{key}" for key in rules.with_device if device == REHEARSAL):
+        if lookup(config, key) is True:
+            what = f"is true, and needs a device, which {REHEARSAL} is not"
+            yield Problem(key=key, what=what, tries=(f"{key}=false",))
+    key, needed = "titan.parallelism.tensor_parallel_degree", rules.tensor_parallel_with
+    tensor, converter = int(str(value_of(config, key))), needed.get(str(value_of(config, "titan.model.name")))
+    if tensor > 1 and converter is not None and converter not in npu_converters(config):
+        what = f"is {tensor}, and without the converter {converter} {host} computes tensor-parallel experts wrongly"
+        yield Problem(key=key, what=what, tries=(f"{key}=1",))
     key = "titan.training.num_mtp_modules"
     if isinstance(further := lookup(config, key), int) and further > 0:
         what = f"is {further}, and each module predicts from tokens after a rank's own; the engine cuts tokens once"
         yield Problem(key=key, what=what, tries=(f"{key}=0",))
-    row, shards = shape_row(config), world.data_parallel(config)
+    row, copies = shape_row(config), int(str(value_of(config, "titan.parallelism.data_parallel_replicate_degree")))
+    shards = world.data_parallel(config) // copies
     is_alone = config["mode"] == "verify"  # which compares with a run without cp
     if (
         row.get("package") == host
