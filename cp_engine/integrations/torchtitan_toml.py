@@ -22,7 +22,7 @@ from cp_engine.integrations.toml_translation import (
     option_with,
     options,
 )
-from cp_engine.keys import module_tables, shape_table, titan_table
+from cp_engine.keys import lookup, module_tables, shape_table, titan_table
 from cp_engine.world import degree_in
 
 MODULE = "job.custom_config_module"
@@ -214,15 +214,10 @@ class _Translator:
         preset = compose(composed.preset)
         if degree > 1 or degree_in(preset) > 1:
             self.result.settings["cp.degree"] = (degree, whence)
-        if degree > 1:
-            own = preset["layout"]
-            assert isinstance(own, Mapping)
-            if composed.layout != own["kind"]:
-                key, _ = self.rules.balancers
-                self.result.choices["layout@cp.layout"] = (
-                    composed.layout,
-                    f"{key}: {self.value(key)}, {self._whence(key)}",
-                )
+        if degree > 1 and composed.layout != lookup(preset, "layout.kind"):
+            key, _ = self.rules.balancers
+            why = f"{key}: {self.value(key)}, {self._whence(key)}"
+            self.result.choices["layout@cp.layout"] = (composed.layout, why)
         self.result.notes.append(f"cp={composed.preset}: {composed.why}")
         if composed.better:
             self.result.notes.append(f"cp={composed.better} would do better for {self.value('model.name')}")
