@@ -12,6 +12,7 @@ import yaml
 import cp_engine
 from cp_engine import explain
 from cp_engine.compose import presets
+from cp_engine.npu.operators import shipped
 from cp_engine.plan import Plan
 from tests.helpers import (
     CAUSAL,
@@ -59,7 +60,10 @@ def occurs(name: str, word: str) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_source_names_no_strategy(path: Path) -> None:
-    assert named(path.read_text(), [name for name in EVERY if name != "none"]) == []
+    source = path.read_text()
+    for operator in shipped()[1]:  # the vendor calls one of them after rings
+        source = source.replace(operator, "an_operator")
+    assert named(source, [name for name in EVERY if name != "none"]) == []
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,13 @@ def test_its_sparse_model_trains_with_its_converters(hosted: Callable[..., Resul
         ((CONVERTERS, *SPARSE, "titan.training.num_mtp_modules=1"), ("num_mtp_modules", "the engine cuts tokens once")),
         ((CONVERTERS, "cp=dsa", "titan.parallelism.tensor_parallel_degree=2"), ("computes tensor-parallel experts wrongly",)),
         ((CONVERTERS, "cp=dsa", "titan.profiling.enable_profiling=true"), ("needs a device, which npu_reference is not",)),
+        (("titan.model.converters=[npu_ropee]", *SPARSE), ("has npu_ropee, which is no converter", "[npu_rope]")),
+        ((CONVERTERS, "cp=dsa", "titan.training.local_batch_size=8"), ("takes 7 of deepseek_v32", "local_batch_size=7")),
+        ((CONVERTERS, *SPARSE, "cp=dsa", "titan.optimizer.name=Muon"), ("needs a device", "~titan.optimizer.name")),
+        (
+            (CONVERTERS, *SPARSE, "titan.training.dataset_type=sft", "titan.training.torch_npu_memory_ratio=7"),
+            ("one kind of rows", "is 7, which is no share of the memory"),
+        ),
         ((CONVERTERS, *SPARSE, *FLOAT32), ("leaves one rank beside cp", "data_parallel_shard_degree=2")),
         ((*SPARSE, "cp=dsa", "titan.parallelism.tensor_parallel_degree=2"), ("learns from all heads of a query",)),
         ((CONVERTERS, *SPARSE, "cp=dsa", "cp.degree=1"), ("leaves one rank, and torchtitan_npu trains",)),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -55,9 +56,9 @@ class Rules:
         return list(self._data["ascend_packages"])
 
     @property
-    def with_device(self) -> list[str]:
-        """Keys of those packages that a rehearsal cannot do."""
-        return list(self._data["with_device"])
+    def with_device(self) -> dict[str, object]:
+        """Keys with the values that a rehearsal of those packages cannot do."""
+        return dict(self._data["with_device"])
 
     @property
     def tensor_parallel_with(self) -> dict[str, str]:
@@ -65,10 +66,11 @@ class Rules:
         return dict(self._data["tensor_parallel_with"])
 
     @property
-    def npu_converters(self) -> dict[str, dict[str, list[str]]]:
+    def npu_converters(self) -> dict[str, dict[str, Any]]:
         """Model converters that call Ascend operators.
 
-        What each `calls`, for which `models` and `checkpoints` alone it is, and why it cannot run `alone`, without the engine.
+        What each `calls`, for which `models` and `checkpoints` alone it is, why it cannot run `alone`, without the engine, how many heads
+        of a batch it takes, and for which models `one_row` of a batch alone.
         """
         return dict(self._data["npu_converters"])
 

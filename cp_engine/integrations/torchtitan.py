@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from cp_engine import data, world
@@ -65,6 +66,10 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     if titan_value(config, "comm.mode", "default") != "default":
         what = f"is {titan_value(config, 'comm.mode')!r}; the engine's collectives need real ranks"
         problems.append(Problem(key="titan.comm.mode", what=what, tries=("titan.comm.mode=default",)))
+    in_hf = [name for name in ("last_save_in_hf", "initial_load_in_hf") if titan_value(config, f"checkpoint.{name}")]
+    if in_hf and titan_value(config, "checkpoint.enable") and find_spec("safetensors") is None:
+        what = "is true, and the package safetensors is not installed"
+        problems.append(Problem(key=f"titan.checkpoint.{in_hf[0]}", what=what, tries=("pip install safetensors",)))
     return [
         *problems,
         *torchtitan_packages.check(config),

@@ -37,6 +37,12 @@ def read_absorbed(module: nn.Module, args: Sequence[object], named: Mapping[str,
     given = {**dict(zip(ARGUMENTS, args, strict=False)), **named}
     found = {n: x for n, x in given.items() if n in TENSORS and isinstance(x, Tensor)}
     problems = [Problem(key=f"call.{n}", what="is missing") for n in TENSORS if n not in found]
+    if given.get("q_indexer") is None and len(problems) <= 3:
+        rule = (
+            "rule",
+            "the module attends to all keys without the indexer's tensors, and no plan of the engine does for it",
+        )
+        problems = [Problem(key="call.q_indexer", what="is missing", details=(rule,))]
     problems += [Problem(key=f"call.{n}", what="is given twice") for n in ARGUMENTS[: len(args)] if n in named]
     if len(args) > len(ARGUMENTS):
         problems.append(
@@ -49,7 +55,7 @@ def read_absorbed(module: nn.Module, args: Sequence[object], named: Mapping[str,
     scale, topk = given.get("scale"), given.get("index_topk")
     if not isinstance(scale, float | int) or isinstance(scale, bool) or not isfinite(scale):
         problems.append(Problem(key="call.scale", what=f"must be a number, not {short(scale)}"))
-    if not isinstance(topk, int):
+    if not isinstance(topk, int) or isinstance(topk, bool):
         problems.append(Problem(key="call.index_topk", what=f"must be a whole number, not {short(topk)}"))
     problems = problems or _form_problems(found, given.get("end_pos"))
     if problems:

@@ -1,11 +1,12 @@
 """What of a job needs a package or a device that is not here: config modules, flavors and model converters."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from cp_engine import world
 from cp_engine.compose import conf_dir
 from cp_engine.devices import REHEARSAL, resolve
-from cp_engine.errors import Problem
+from cp_engine.errors import Problem, suggest
 from cp_engine.integrations.config_modules import is_installed, untrusted
 from cp_engine.integrations.toml_rules import Rules
 from cp_engine.keys import (
@@ -22,7 +23,8 @@ from cp_engine.keys import (
 from cp_engine.models import OWN
 from cp_engine.npu.operators import shipped
 
-CONVERTERS = "titan.model.converters"
+CONVERTERS, IMPORT = "titan.model.converters", "titan.experimental.custom_import"
+ROWS = "titan.training.local_batch_size"
 KNOWN = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 """torchtitan's own model converters. Source: torchtitan/components/quantization of 0.2.2."""
 
@@ -96,7 +98,19 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             drop = "translate.drop_npu_converters=true" if config.get("toml") else drop
             what = f"has {', '.join(out_of_reach)}, which call Ascend operators, and launch.device is {device}"
             yield Problem(key=CONVERTERS, what=what, tries=(drop, f"launch.device={REHEARSAL}"))
+    rules = Rules(conf_dir())
+    if found and package_of(config) not in rules.ascend_packages:
+        package = rules.ascend_packages[0]
+        module = next(module for module in module_tables() if module.startswith(f"{package}."))
+        what = f"has {', '.join(found)} of {package}, which the job does not load"
+        yield Problem(key=CONVERTERS, what=what, tries=(f"{CONFIG_MODULE}={module}",))
+    model, rows = str(value_of(config, "titan.model.name")), _rows(config)
+    heads = rows * int(str(shape_row(config).get("heads", 0)))
     for name, row in found.items() if device in ("npu", REHEARSAL) else ():
+        if heads > row.get("heads_of_batch", heads) or (rows > 1 and model in row.get("one_row", ())):
+            most = max(1, row["heads_of_batch"] * rows // heads) if model not in row["one_row"] else 1
+            what = f"gives calls of {rows} rows and {heads} heads in all, and {name} takes {most} of {model}"
+            yield Problem(key=ROWS, what=what, tries=(f"{ROWS}={most}",))
         for kind, key in (("models", "titan.model.name"), ("checkpoints", "titan.activation_checkpoint.mode")):
             if kind in row and (value := value_of(config, key)) not in row[kind]:
                 tries = tuple(f"{key}={other}" for other in row[kind]) if kind == "checkpoints" else ()
@@ -106,28 +120,37 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         if "alone" in row and config["mode"] == "verify":
             what = f"has {name}, which cannot run without the engine, and verify compares with that: {row['alone']}"
             yield Problem(key=CONVERTERS, what=what, tries=("mode=train",))
-    may_register = any(value_of(config, key) for key in (CONFIG_MODULE, "titan.experimental.custom_import"))
-    for name in [] if may_register else [c for c in converters if c not in (*KNOWN, *found)]:
-        near = next((other for other in KNOWN if other.endswith(f".{name}")), None)
+    is_host = package_of(config) in rules.ascend_packages  # whose converters are known, as torchtitan's own
+    may_register = bool(value_of(config, IMPORT)) or (bool(value_of(config, CONFIG_MODULE)) and not is_host)
+    known = (*KNOWN, *(rules.npu_converters if is_host else ()))
+    for name in [] if may_register else [c for c in converters if c not in (*known, *found)]:
+        near = next((other for other in KNOWN if other.endswith(f".{name}")), None) or suggest(str(name), known)
         tries = (f"{CONVERTERS}=[{near}]",) if near else ()
-        what, allowed = f"has {name}, which torchtitan 0.2.2 does not know", ("allowed", ", ".join(KNOWN))
+        what, allowed = f"has {name}, which is no converter of the job's packages", ("allowed", ", ".join(known))
         yield Problem(key=CONVERTERS, what=what, details=(allowed,), tries=tries)
 
 
 def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """What a package for Ascend needs to be loaded, and what of it the engine does not cut."""
-    host = package_of(config)
-    rules = Rules(conf_dir())
+    host, rules, imported = package_of(config), Rules(conf_dir()), str(value_of(config, IMPORT)).partition(".")[0]
+    if imported in rules.ascend_packages:
+        module = next(module for module in module_tables() if module.startswith(f"{imported}."))
+        what = f"imports {imported}, which a job loads by its config module"
+        yield Problem(key=IMPORT, what=what, tries=(f"~{IMPORT} {CONFIG_MODULE}={module}",))
     if host not in rules.ascend_packages or not is_installed(host):
         return
     if (device := _device(config)) not in ("npu", REHEARSAL):
         what = f"loads {host}, which imports torch_npu, and launch.device is {device}"
         tries = (f"launch.device={REHEARSAL}", "launch.device=npu")
         yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
-    for key in (f"titan.{key}" for key in rules.with_device if device == REHEARSAL):
-        if lookup(config, key) is True:
-            what = f"is true, and needs a device, which {REHEARSAL} is not"
-            yield Problem(key=key, what=what, tries=(f"{key}=false",))
+    if lookup(config, "launch.inline") is True:
+        what = f"keeps the job in this process, and what {host} and its converters change in torchtitan would stay"
+        yield Problem(key="launch.inline", what=what, tries=("launch.inline=false",))
+    for name, value in rules.with_device.items() if device == REHEARSAL else ():
+        if lookup(config, f"titan.{name}") == value:
+            what = f"is {str(value).lower() if value is True else value}, and needs a device, which {REHEARSAL} is not"
+            yield Problem(key=f"titan.{name}", what=what, tries=(f"~titan.{name}",))
+    yield from _value_problems(config)
     key, needed = "titan.parallelism.tensor_parallel_degree", rules.tensor_parallel_with
     tensor, converter = int(str(value_of(config, key))), needed.get(str(value_of(config, "titan.model.name")))
     if tensor > 1 and converter is not None and converter not in npu_converters(config):
@@ -150,12 +173,31 @@ def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key=key, what=what, tries=(f"{key}=2",))
 
 
+def _value_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Values of the package's keys that it would replace, or that would have no effect."""
+    key, ratio = "titan.training.torch_npu_memory_ratio", lookup(config, "titan.training.torch_npu_memory_ratio")
+    if isinstance(ratio, int | float) and not 0 < ratio <= 1:
+        yield Problem(
+            key=key, what=f"is {ratio}, which is no share of the memory: above 0, at most 1", tries=(f"{key}=1.0",)
+        )
+    key, kind = "titan.training.dataset_type", lookup(config, "titan.training.dataset_type")
+    if kind not in (ABSENT, "pretrain") and lookup(config, "data.dataset") is None:
+        yield Problem(key=key, what=f"is {kind}, and text of the data group has one kind of rows", tries=(f"~{key}",))
+
+
+def _rows(config: Mapping[str, object]) -> int:
+    """Of one call of a layer."""
+    stages = int(str(value_of(config, "titan.parallelism.pipeline_parallel_degree")))
+    key = "titan.parallelism.pipeline_parallel_microbatch_size" if stages > 1 else ROWS
+    return int(str(value_of(config, key)))
+
+
 def _device(config: Mapping[str, object]) -> str:
     device = str(value_of(config, "launch.device"))
     return resolve("auto", 1) if device == "auto" else device
 
 
-def npu_converters(config: Mapping[str, object]) -> dict[str, dict[str, list[str]]]:
+def npu_converters(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The job's model converters that call Ascend operators, with their rows."""
     converters = value_of(config, CONVERTERS)
     known = Rules(conf_dir()).npu_converters

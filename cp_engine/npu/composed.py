@@ -40,7 +40,7 @@ def rotary_sizes(given: Arguments) -> dict[str, object]:
         "head_dim": x.shape[3],
         "r1_head_dim": r1.shape[3],
         "fits": all(b in (1, a) for a, b in pairs),
-        "shared": prod(a for a, b in pairs if b == 1),
+        "heads_of_batch": prod(a for a, b in pairs if b == 1),
         "varying": sum(b > 1 for _, b in pairs),
     }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cp_engine.errors import KernelError, Problem
 from cp_engine.npu.operators import bound
 
 OF_GRADIENT = ("input_layout", "atten_mask", "keep_prob", "pre_tockens", "next_tockens", "inner_precise", "prefix",
@@ -90,8 +91,19 @@ def _lightning_indexer(*args: object, **kwargs: object) -> object:
     return _below(operator, bound(operator.default._schema, args, kwargs))
 
 
+def _update(*args: object, **kwargs: object) -> object:
+    """No gradient is registered for it."""
+    operator = torch.ops.npu.npu_ring_attention_update
+    given = bound(operator.default._schema, args, kwargs)
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
+        what = "is called under autograd, and the operator has no gradient"
+        raise KernelError([Problem(key="npu.npu_ring_attention_update", what=what)])
+    return _below(operator, given)
+
+
 DIFFERENTIABLE: dict[str, Callable[..., object]] = {
     "npu_fusion_attention": _fusion_attention,
     "npu_sparse_flash_attention": _sparse_attention,
     "npu_lightning_indexer": _lightning_indexer,
+    "npu_ring_attention_update": _update,
 }

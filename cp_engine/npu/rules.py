@@ -72,8 +72,15 @@ def broken(operator: str, rule: Mapping[str, object], facts: Facts) -> Problem:
     value = facts[wanted[0]]
     shown = "a tensor" if isinstance(value, Tensor) else repr(value)
     compared = [f"{facts[w['fact']]!r} ({w['fact']})" if isinstance(w, Mapping) else repr(w) for w in wanted[2:]]
-    what = f"is {shown}; it {' '.join([wanted[1], *compared])} in a call that is taken"
+    what = f"is {shown}, and must {' '.join([infinitive(wanted[1]), *compared])}"
     return Problem(key=f"npu.{operator}.{wanted[0]}", what=what, details=(("rule", str(rule["rule"])),))
+
+
+def infinitive(relation: str) -> str:
+    """A word of the table behind `must`."""
+    return {"divides": "divide", "is not": "not be"}.get(
+        relation, f"be {relation.removeprefix('is')}".replace("  ", " ").strip()
+    )
 
 
 def _holds(facts: Facts, condition: object) -> bool:
