@@ -87,6 +87,15 @@ def update(*, is_packed: bool = False) -> Call:
     return given | ({"actual_seq_qlen": torch.tensor([0, 3, 8])} if is_packed else {})
 
 
+def norm() -> Call:
+    return {"input": random(2, 8, 16), "gamma": random(16), "epsilon": 1e-6}
+
+
+def rotary(mode: str = "interleave") -> Call:
+    turns = random(1, 8, 1, 16)
+    return {"input": random(2, 8, 4, 16), "r1": turns.cos(), "r2": turns.sin(), "rotary_mode": mode}
+
+
 BASES: dict[str, Callable[[], Call]] = {
     "npu_fusion_attention": fused,
     "npu_fusion_attention_grad": fused_gradient,
@@ -95,6 +104,8 @@ BASES: dict[str, Callable[[], Call]] = {
     "npu_sparse_flash_attention": attention,
     "npu_sparse_flash_attention_grad": attention_gradient,
     "npu_sparse_lightning_indexer_grad_kl_loss": learning,
+    "npu_rms_norm": norm,
+    "npu_rotary_mul": rotary,
 }
 
 
@@ -115,6 +126,10 @@ def changes(name: str, base: Call) -> Iterator[Call]:
             yield {n: torch.cat((x, x[(slice(None),) * dim + (slice(0, 1),)]), dim).contiguous()}
     if "fusion" in name:
         yield from fused_changes(base)
+    elif "norm" in name:
+        yield {"epsilon": 0.0}
+    elif "rotary" in name:
+        yield from rotary_changes()
     elif "update" in name:
         yield from update_changes(base)
     else:
@@ -155,6 +170,19 @@ def fused_changes(base: Call) -> Iterator[Call]:
     yield {**packed, "input_layout": "TND"}
     yield {**packed, "input_layout": "TND", "actual_seq_qlen": [8, 15], "actual_seq_kvlen": [8, 15]}
     yield {"keep_prob": 0.9}
+
+
+def rotary_changes() -> Iterator[Call]:
+    for x, turns in (
+        ((2, 8, 4, 16), (1, 8, 1, 18)),  # wider
+        ((2, 8, 4, 16), (1, 7, 1, 16)),  # shorter
+        ((2, 8, 4, 16), (2, 8, 1, 16)),  # of each batch
+        ((2, 8, 4, 15), (1, 8, 1, 15)),
+        ((2, 8, 4, 896), (1, 8, 1, 896)),
+        ((250, 8, 4, 16), (1, 8, 1, 16)),
+    ):
+        yield {"input": torch.zeros(x), "r1": torch.zeros(turns), "r2": torch.zeros(turns)}
+    yield {"rotary_mode": "third"}
 
 
 def update_changes(base: Call) -> Iterator[Call]:
@@ -224,6 +252,51 @@ def test_every_rule_is_broken_by_a_call_and_named(name: str) -> None:
             assert str(error).startswith(f"npu::{name}() Expected a value of type"), error  # by the schema
     rules = {(rule["require"][0], rule["rule"]) for rule in rule_table()[name]}  # type: ignore[index]
     assert rules - broken == set()
+
+
+def test_every_operator_of_the_stand_in_has_rules() -> None:
+    assert set(rule_table()) == set(shipped()[1]) == set(BASES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_rotary_embedding_are_their_formulas_with_their_gradients(dtype: torch.dtype) -> None:
+    bound_, given = (
+        {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype],
+        {n: x for n, x in norm().items() if n != "epsilon"},
+    )
+    x, gamma = (t.to(dtype).requires_grad_() for t in given.values() if isinstance(t, Tensor))
+    out, factor = torch.ops.npu.npu_rms_norm(x, gamma, 1e-6)
+    expected = torch.nn.functional.rms_norm(x.double(), (16,), gamma.double(), 1e-6)
+    upstream = random(2, 8, 16).to(dtype)
+    close(
+        torch.autograd.grad(out, (x, gamma), upstream),
+        torch.autograd.grad(expected, (x, gamma), upstream.double()),
+        bound_,
+    )
+    close((out, factor[..., 0]), (expected, (x.double().square().mean(-1) + 1e-6).rsqrt()), bound_)
+    for mode in ("half", "interleave"):
+        call = {n: t.to(dtype) if isinstance(t, Tensor) else t for n, t in rotary(mode).items()}
+        x, cos, sin = call["input"], call["r1"], call["r2"]
+        assert isinstance(x, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)
+        wide = x.double()
+        pairs = [(i, i + 8) for i in range(8)] if mode == "half" else [(2 * i, 2 * i + 1) for i in range(8)]
+        turned = torch.empty_like(wide)
+        for i, j in pairs:  # (x_i, x_j) -> (-x_j, x_i)
+            turned[..., i], turned[..., j] = -wide[..., j], wide[..., i]
+        close((torch.ops.npu.npu_rotary_mul(**call),), (cos.double() * wide + sin.double() * turned,), bound_)
+
+
+def close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], bound_: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b.double()).norm() <= bound_ * b.double().norm()
+
+
+def test_merging_by_the_operator_has_no_gradient() -> None:
+    call = update()
+    out = call["prev_attn_out"]
+    assert isinstance(out, Tensor)
+    said = refused("npu_ring_attention_update", {**call, "prev_attn_out": out.clone().requires_grad_()})
+    assert "the operator has no gradient" in said
 
 
 def refused(name: str, call: Call) -> str:
