@@ -333,7 +333,11 @@ SPARSE = ("titan.model.flavor=tinymodel", "titan.training.seq_len=64", "titan.ac
     ("file", "options"),
     [
         ("npu_ulysses", ("titan.training.seq_len=64", "titan.training.local_batch_size=2")),
-        ("npu_dsa", ("cp=dsa", *SPARSE, "titan.parallelism.data_parallel_shard_degree=2")),
+        pytest.param(
+            "npu_dsa",
+            ("cp=dsa", *SPARSE, "titan.parallelism.data_parallel_shard_degree=2"),
+            marks=pytest.mark.long,  # six ranks with a vocabulary of 129,280; its module is compared above
+        ),
     ],
 )
 def test_its_models_train_as_they_do_alone(hosted: Callable[..., Result], file: str, options: tuple[str, ...]) -> None:
