@@ -45,7 +45,7 @@ def is_host(job_config: JobConfig) -> bool:
 
 @contextmanager
 def as_host(job_config: JobConfig) -> Iterator[None]:
-    """What the package's entry point does for a job, undone at the end.
+    """What the package's entry point does for a job, undone at the end but for the devices of fake groups.
 
     Args:
         job_config: a job for which `is_host` holds.
