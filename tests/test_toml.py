@@ -225,8 +225,13 @@ PATH = "torchtitan_npu.distributed.context_parallel"
         ),
         (
             f'{NPU}[model]\nname = "deepseek_v32"\n[parallelism]\ncontext_parallel_degree = 2\nenable_custom_context_parallel = true',
-            {"cp": "allgather_kv"},
-            "cp=dsa would do better",
+            {"cp": "dsa", "layout@cp.layout": "contiguous"},
+            "gathers k and v and not the indexer's keys",
+        ),
+        (
+            '[model]\nname = "deepseek_v32"\n[parallelism]\ncontext_parallel_degree = 2',
+            {"cp": "dsa"},  # zigzag is its own layout
+            "the model selects keys",
         ),
         (
             f'{NPU}[model]\nname = "llama3"\n[parallelism]\ncontext_parallel_degree = 2\nenable_custom_context_parallel = true',
