@@ -16,6 +16,7 @@ class Totals:
         busiest_link: bytes from one rank to one other, of the pair that has most.
         collectives: that each rank takes part in.
         pairs: visible (query head, query, key) triples that each rank computes, forward.
+        index_pairs: visible (index head, query, key) triples that each rank scores to select keys, forward.
         idle: ranks without a query or without a head; they only exchange.
     """
 
@@ -23,13 +24,19 @@ class Totals:
     busiest_link: tuple[int, int]
     collectives: tuple[int, int]
     pairs: tuple[int, ...]
+    index_pairs: tuple[int, ...]
     idle: tuple[int, ...]
 
     @property
     def max_over_mean(self) -> float:
-        """Work of the busiest rank over the mean; 1 is perfect balance."""
-        total = sum(self.pairs)
-        return max(self.pairs) * len(self.pairs) / total if total else 1.0
+        """Attention of the busiest rank over the mean; 1 is perfect balance."""
+        return max_over_mean(self.pairs)
+
+
+def max_over_mean(work: tuple[int, ...]) -> float:
+    """Work of the busiest rank over the mean of all; 1 is perfect balance."""
+    total = sum(work)
+    return max(work) * len(work) / total if total else 1.0
 
 
 def totals(plan: Plan) -> Totals:
@@ -55,5 +62,6 @@ def totals(plan: Plan) -> Totals:
             plan.pipeline * sum(c.collectives[1] for c in plan.costs),
         ),
         pairs=tuple(plan.pipeline * sum(c.pairs[r] for c in plan.costs) for r in ranks),
+        index_pairs=tuple(plan.pipeline * sum(c.index_pairs[r] for c in plan.costs if c.index_pairs) for r in ranks),
         idle=tuple(r for r in ranks if any(not (q.heads[r].count and q.sequence[r].count) for q in attends)),
     )

@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from cp_engine.cost import totals
+from cp_engine.cost import max_over_mean, totals
 from cp_engine.index_set import whole
 from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion, told
 from cp_engine.layout import Layout, cut_by, image
@@ -46,11 +46,16 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "bytes_sent": {**dict(zip(ways, map(max, total.sent), strict=True)), "per_rank": [list(x) for x in total.sent]},
         "link_bytes": dict(zip(ways, total.busiest_link, strict=True)),
         "collectives": dict(zip(ways, total.collectives, strict=True)),
-        "score_pairs": {"per_rank": list(total.pairs), "max_over_mean": total.max_over_mean},
+        "score_pairs": _work(total.pairs),
+        "index_scores": _work(total.index_pairs) if any(total.index_pairs) else None,
         "peak_bytes": None if plan.degree > TRACED_RANKS else asdict(peak(plan, device)),
         "idle_ranks": list(total.idle),
         "fingerprint": plan.fingerprint,
     }
+
+
+def _work(per_rank: tuple[int, ...]) -> dict[str, object]:
+    return {"per_rank": list(per_rank), "max_over_mean": max_over_mean(per_rank)}
 
 
 def _moved(step: Step) -> tuple[str, ...]:
@@ -232,8 +237,7 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             kernel, reason = step.kernel_for(plan.shape, device)
             sinks = ", with sinks" if step.sinks else ""
             facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
-            for operator in _dense_operators(planned, plan, device):
-                facts.append(("operator", f"{step.name}: {operator}"))
+            facts += [("operator", f"{step.name}: {line}") for line in _dense_operators(planned, plan, device)]
         elif isinstance(step, SparseStep) and _names_kernel(step, device):
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
@@ -250,12 +254,8 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             how += f": {', '.join(t.tensor for t in planned.transfers)}"
             facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
         elif planned.step.losses:
-            facts.append(
-                (
-                    "exchange",
-                    f"{planned.step.name}: {n} forward, {m} backward (what the ranks' heads attend to, summed)",
-                )
-            )
+            how = "what the ranks' heads attend to, summed"
+            facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
         elif isinstance(planned.step, Dense):
             axes = " and ".join(planned.step.rotate)
             hops = f"{n} hop{'s' * (n != 1)}"
@@ -269,25 +269,27 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
         sent, links = [_bytes(max(x)) for x in total.sent], [_bytes(x) for x in total.busiest_link]
         busiest = f"busiest link {links[0]}, {links[1]}"
         facts.append(("sent", f"{sent[0]} forward, {sent[1]} backward per rank; {busiest}"))
-    most = f", rank {total.pairs.index(max(total.pairs))} has most" if total.max_over_mean > 1.005 else ""
-    work = f"{sum(total.pairs):,} score pairs; max/mean over ranks {total.max_over_mean:.2f}{most}"
-    facts.append(("work", work))
+    for name, work in (("score pairs", total.pairs), ("index scores", total.index_pairs)):
+        if any(work) or work is total.pairs:
+            facts.append(("work", f"{sum(work):,} {name}; max/mean over ranks {_balance(work)}"))
     if plan.degree <= TRACED_RANKS:
         held = peak(plan, device)
-        sizes = (
-            f"{_bytes(held.forward)} forward, {_bytes(held.backward)} backward, {_bytes(held.kept)} kept between them"
-        )
-        facts.append(("memory", f"{sizes}, beside the call's own tensors"))
+        sizes = f"{_bytes(held.forward)} forward, {_bytes(held.backward)} backward, {_bytes(held.kept)} kept between"
+        facts.append(("memory", f"{sizes} them, beside the call's own tensors"))
     if total.idle:
-        shown = ", ".join(map(str, total.idle[:8])) + (
-            f" and {len(total.idle) - 8} more" if len(total.idle) > 8 else ""
-        )
+        shown = ", ".join(map(str, total.idle[:8]))
+        shown += f" and {len(total.idle) - 8} more" if len(total.idle) > 8 else ""
         facts.append(("idle", f"rank {shown}: no head or no token is left for them; they only exchange"))
     proved = "every visible (query, key) pair is computed once"
     if "topk" in {t for s in plan.steps for t in s.step.makes}:
         proved = "any visible key may be selected, a selected one is attended to once"
     facts.append(("proved", f"{proved}, and out returns to q's layout"))
     return facts
+
+
+def _balance(work: tuple[int, ...]) -> str:
+    ratio = max_over_mean(work)
+    return f"{ratio:.2f}" + (f", rank {work.index(max(work))} has most" if ratio > 1.005 else "")
 
 
 def _bytes(count: int) -> str:

@@ -251,4 +251,13 @@ def mask_of(config: Config, size: int) -> Mask:
 def _title(kind: str, fields: Fields) -> str:
     if kind == "both":
         return " and ".join(_title(str(part["kind"]), part) for part in _parts(fields))
-    return "document (from each call)" if is_from_call({**fields, "kind": kind}) else kind
+    told = ["from each call"] if is_from_call({**fields, "kind": kind}) else []
+    for name, value in fields.items():
+        if name == "starts" and value is not None:
+            assert isinstance(value, list | tuple)
+            told.append(f"{len(value)} document{'s' * (len(value) != 1)}")
+        elif name == "causal":
+            told += [] if value else ["not causal"]
+        elif name != "kind" and value is not None:
+            told.append(f"{name} {value}")
+    return f"{kind} ({', '.join(told)})" if told else kind

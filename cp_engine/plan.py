@@ -99,12 +99,14 @@ class Cost:
         collectives: [2] collectives that each rank takes part in.
         pairs: [ranks] visible (query head, query, key) triples computed, forward.
         buffer_bytes: [ranks] bytes of what the step makes: its outputs and exchange buffers, forward.
+        index_pairs: [ranks] visible (index head, query, key) triples scored, forward; empty where a step has no indexer.
     """
 
     bytes_sent: tuple[tuple[int, ...], tuple[int, ...]]
     collectives: tuple[int, int]
     pairs: tuple[int, ...]
     buffer_bytes: tuple[int, ...]
+    index_pairs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -233,7 +233,7 @@ class PlannedAttention:
             tries = (f"mask={'causal' if call.mask else 'full'}",)
             return Problem(key="call.is_causal", what=what, details=(RULE,), tries=tries)
         carried = ", ".join(dict.fromkeys(m.kind for m in self._masks(call)))
-        name = " (its boundaries differ)" if carried == plan.mask.kind else ""
+        name = " with other boundaries" if carried == plan.mask.kind else ""
         what = f"is {carried}{name}, and the plan was proved for the mask {plan.mask.kind}"
         return Problem(key="call.mask", what=what, details=(RULE,))
 

@@ -95,10 +95,13 @@ def size(count: int) -> str:
 def test_data_says_what_the_text_says(preset: str) -> None:
     for plan in [*plans(preset), *grouped(preset)]:
         d, text = explain.data(plan), explain.text(plan)
-        lines = {line.split()[0]: line for line in text.splitlines() if line}
+        lines = {line.split()[0]: line for line in text.splitlines() if line and "index scores" not in line}
         assert f"{d['ranks']} rank" in text and f"tokens {d['layout']}" in text and f"mask {d['mask']}" in text
         assert f"{sum(d['score_pairs']['per_rank']):,} score pairs" in lines["work"]
         assert f"max/mean over ranks {d['score_pairs']['max_over_mean']:.2f}" in lines["work"]
+        if found := d["index_scores"]:
+            balance = f"{sum(found['per_rank']):,} index scores; max/mean over ranks {found['max_over_mean']:.2f}"
+            assert f"\nwork       {balance}" in text
         ways = ("forward", "backward")
         for way in (*ways, "kept"):
             assert size(d["peak_bytes"][way]) in lines["memory"]
@@ -134,6 +137,23 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
         pairs = d["score_pairs"]["per_rank"]
         assert sum(pairs) == visible
         assert d["score_pairs"]["max_over_mean"] == pytest.approx(max(pairs) * plan.degree / visible, rel=1e-12)
+        if shape.index_heads:
+            assert sum(d["index_scores"]["per_rank"]) == int(seen.sum()) * shape.index_heads * shape.batch
+        else:
+            assert d["index_scores"] is None
+
+
+def test_a_selection_balances_the_attention_of_ranks_and_not_the_work_of_their_indexers() -> None:
+    sparse = small(
+        kv_heads=1, head_dim=24, v_head_dim=16, latent_dim=16, rope_dim=8, index_heads=2, index_dim=8, topk=4
+    )
+    shape = replace(sparse, sequence=64)
+    plans = [plan_of("dsa", f"layout@cp.layout={kind}", degree=4, shape=shape) for kind in ("contiguous", "zigzag")]
+    found = [explain.data(plan)["index_scores"] for plan in plans]
+    rows = [sum(range(16 * rank + 1, 16 * rank + 17)) * 2 * shape.batch for rank in range(4)]
+    assert found[0] == {"per_rank": rows, "max_over_mean": pytest.approx(rows[3] * 4 / sum(rows))}
+    assert len(set(found[1]["per_rank"])) == 1 and sum(found[1]["per_rank"]) == sum(rows)
+    assert all(explain.data(plan)["score_pairs"]["max_over_mean"] < 1.05 for plan in plans)
 
 
 def test_idle_ranks_are_named() -> None:

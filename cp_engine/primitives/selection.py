@@ -9,10 +9,10 @@ from cp_engine.errors import CoverageError, KernelError, Problem
 from cp_engine.index_set import IndexSet
 from cp_engine.kernels.npu_sparse import SparseCall
 from cp_engine.kernels.sparse_kernels import SPARSE_KERNELS, SparseKernel, choose_sparse
-from cp_engine.layout import Layout, cut_by
+from cp_engine.layout import Layout, cut_by, image
 from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
 from cp_engine.redistribute import Target
-from cp_engine.sight import Sight
+from cp_engine.sight import Sight, seen_keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,14 @@ def sights(planned: PlannedStep, queries: str, keys: str, plan: Plan, target: Ta
     q, k = planned.layout_before(queries), planned.layout_before(keys)
     nothing = IndexSet((), plan.shape.sequence)
     return [Sight(q.sequence[r] if q.heads[r].count else nothing, k.sequence[r], plan.mask) for r in target.ranks]
+
+
+def triples(planned: PlannedStep, queries: str, plan: Plan, most: int) -> tuple[int, ...]:
+    """How many (head, query, key) triples each rank computes where a query has at most so many of the keys that it sees."""
+    layout, group = planned.layout_before(queries), plan.part.heads_per_head(queries)
+    seen = {s: int(np.minimum(seen_keys(s, plan.mask), most).sum()) for s in dict.fromkeys(layout.sequence)}
+    held = zip(layout.sequence, layout.heads, strict=True)
+    return tuple(seen[s] * image(h, group).count * plan.part.batch for s, h in held)
 
 
 def cost(plan: Plan, made: object) -> Cost:

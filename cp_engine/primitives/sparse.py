@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cp_engine.errors import CoverageError
-from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout, cut_by, joined
 from cp_engine.operation import Operation
 from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State
@@ -27,10 +26,10 @@ from cp_engine.primitives.selection import (
     require_once,
     require_selection,
     sights,
+    triples,
 )
 from cp_engine.redistribute import Redistribution, Target
 from cp_engine.shape import INDEX, counts
-from cp_engine.sight import seen_keys
 from cp_engine.sparse import LearnOperation, SelectOperation, SparseOperation
 from cp_engine.transfer import Table, Transfer
 
@@ -57,7 +56,8 @@ class LightningIndexer(SparseStep):
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         made = counts(planned.layout_after("topk"), plan.part, "topk") * plan.shape.bytes_of("topk")
-        return cost(plan, made)
+        pairs = triples(planned, "q_index", plan, plan.shape.sequence)
+        return replace(cost(plan, made), index_pairs=tuple(n * plan.shape.index_heads for n in pairs))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         is_learned = any(s.step.losses for s in plan.steps)
@@ -101,13 +101,7 @@ class Sparse(SparseStep):
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         q, shape = planned.layout_before("q"), plan.part
         made = sum(counts(q, shape, t) * plan.shape.bytes_of(t) for t in self.makes)
-        per_set: dict[IndexSet, int] = {}
-        pairs = []
-        for queries, heads in zip(q.sequence, q.heads, strict=True):
-            if queries not in per_set:
-                per_set[queries] = int(np.minimum(seen_keys(queries, plan.mask), shape.selected).sum())
-            pairs.append(per_set[queries] * heads.count * shape.batch)
-        return replace(cost(plan, made), pairs=tuple(pairs))
+        return replace(cost(plan, made), pairs=triples(planned, "q", plan, shape.selected))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         return SparseOperation(sights(planned, *self.sees, plan, target), self.kernel_for(plan, target.device)[0])
