@@ -24,6 +24,12 @@ OPERATORS = (
     "npu_sparse_lightning_indexer_grad_kl_loss",
     "npu_rms_norm",
     "npu_rotary_mul",
+    "npu_moe_token_permute",
+    "npu_moe_token_unpermute",
+    "_npu_moe_token_unpermute_with_routing_map",
+    "npu_moe_token_unpermute_with_routing_map_grad",
+    "npu_swiglu",
+    "npu_grouped_matmul",
 )
 
 

@@ -279,6 +279,32 @@ def fused() -> dict[str, float]:
         return differences(found, expected)
 
 
+def experts() -> dict[str, float]:
+    """torchtitan's mixture of experts with the package's converters npu_permute and npu_gmm, over without; bfloat16 weights and tokens."""
+    with package():
+        from torchtitan.models.moe import MoE, MoEArgs
+        from torchtitan_npu.converters.kernels.gmm import GMMKernel
+        from torchtitan_npu.converters.kernels.permute import PermuteKernel
+
+        torch.manual_seed(0)
+        args = MoEArgs(num_experts=8, num_shared_experts=1, top_k=3, score_before_experts=False, use_grouped_mm=False)
+        module = MoE(args, dim=32, hidden_dim=48)
+        with torch.no_grad():
+            module.init_weights(0.2, torch.device("cpu"))
+            for p in module.parameters():
+                p.copy_(p.bfloat16())
+        x, dout = torch.randn(3, 65, 32).bfloat16().float(), torch.randn(3, 65, 32)
+        expected = run_module(module, (), x, dout)
+        first, third = (expected.pop(f"experts.{name}") for name in ("w1", "w3"))
+        expected["experts.w13"] = torch.cat((first, third), 1)
+        both = torch.cat((module.experts.w1.detach(), module.experts.w3.detach()), 1)
+        PermuteKernel.apply(module, "deepseek_v3")
+        GMMKernel.apply(module, "deepseek_v3")
+        with torch.no_grad():
+            module.experts.w13.copy_(both)
+        return differences(run_module(module, (), x, dout), expected)
+
+
 # ------------------------------------------------------------------ its modules
 @pytest.mark.parametrize(
     ("batch", "sequence", "layout"), [(1, 64, "contiguous"), (3, 65, "zigzag"), (3, 67, "striped")]
@@ -314,6 +340,12 @@ def test_fused_module_of_its_converter_is_a_site(two: World) -> None:
         assert len(errors) == 6 and max(errors.values()) < 1e-5, errors  # type: ignore[attr-defined, arg-type]
 
 
+def test_its_experts_with_its_converters_are_torchtitans() -> None:
+    with world(1) as last:  # the classes stay patched
+        for errors in last.run(experts):
+            assert len(errors) == 8 and max(errors.values()) < 5e-3, errors  # type: ignore[attr-defined, arg-type]
+
+
 # ------------------------------------------------------------------ its jobs
 @pytest.fixture
 def hosted(launch: Callable[..., Result]) -> Callable[..., Result]:
@@ -326,6 +358,7 @@ def hosted(launch: Callable[..., Result]) -> Callable[..., Result]:
 FLOAT32 = ("mode=verify", "verify.level=training", "titan.training.mixed_precision_param=float32")
 CONVERTERS = "titan.model.converters=[npu_rms_norm,npu_rope]"
 BATCH = "titan.training.local_batch_size=1"
+TWO_STEPS = ("titan.training.steps=2", "titan.metrics.log_freq=1")
 SPARSE = ("titan.model.flavor=tinymodel", "titan.training.seq_len=64", "titan.activation_checkpoint.mode=full", BATCH)
 
 
@@ -348,23 +381,38 @@ def test_its_models_train_as_they_do_alone(hosted: Callable[..., Result], file: 
 
 def test_its_sparse_model_trains_with_its_converters(hosted: Callable[..., Result], tmp_path: Path) -> None:
     options = (*SPARSE[:1], BATCH, "titan.training.seq_len=1024", "titan.activation_checkpoint.mode=none")
-    steps = ("titan.training.steps=2", "titan.metrics.log_freq=1")
-    result = hosted("npu_dsa", "titan.model.converters=[npu_dsa,npu_rms_norm,npu_rope]", *options, *steps)
+    result = hosted("npu_dsa", *options, *TWO_STEPS)  # with all five converters of its file
     assert result.code == 0, result.out + result.err
     assert "npu_sparse_lightning_indexer_grad_kl_loss BSND sparse_mode=3" in result.out
     rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] < rows[0]["loss"]
     assert all(0 < row["indexer_loss"] < 1 for row in rows)
     log = next(tmp_path.rglob("rank0.log")).read_text()
-    for name in ("npu_dsa", "npu_rms_norm", "npu_rope"):
+    for name in ("npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm", "npu_rope"):
         assert f"[NPU-CONVERTER] Applied '{name}'" in log
+
+
+def test_its_experts_are_spread_over_ranks_with_its_converters(hosted: Callable[..., Result], tmp_path: Path) -> None:
+    converters = "titan.model.converters=[npu_rms_norm,npu_permute,npu_gmm,npu_rope]"
+    spread = ("titan.parallelism.expert_parallel_degree=2", "titan.training.seq_len=64", BATCH)
+    result = hosted("npu_ulysses", converters, *spread, *TWO_STEPS)
+    assert result.code == 0, result.out + result.err
+    rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] < rows[0]["loss"]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (("launch.device=cpu",), ("npu_permute, npu_gmm, npu_rope, which call Ascend", "imports torch_npu", "npu_reference")),
-        (SPARSE, ("npu_permute, npu_gmm", "npu_grouped_matmul", "'titan.model.converters=[npu_dsa,npu_rms_norm,npu_rope]'")),
+        (("titan.model.converters=[npu_gmm,npu_mhc_pre]", *SPARSE), ("npu_mhc_pre, which call operators that", "=[npu_gmm]'")),
+        (("titan.model.converters=[npu_permute]", *SPARSE), ("only those of npu_gmm take", "=[npu_permute,npu_gmm]'")),
+        (("titan.model.converters=[npu_gmm]", *SPARSE, *FLOAT32), ("computes in bfloat16 whatever the job says",)),
+        (
+            ("titan.model.converters=[npu_permute,npu_gmm]", *SPARSE, "titan.parallelism.tensor_parallel_degree=2",
+             "titan.parallelism.expert_tensor_parallel_degree=2"),
+            ("only with experts spread over ranks", "torchtitan_npu does not cut an expert"),
+        ),
         (("titan.model.converters=[npu_dsa]",), ("is selective, and the converter npu_dsa takes none or full",)),
         ((CONVERTERS, "cp=dsa", "titan.model.flavor=npu_debugmodel"), ("this engine's deepseek_v32", "titan.model.flavor=debugmodel")),
         ((CONVERTERS, *SPARSE, "titan.training.num_mtp_modules=1"), ("num_mtp_modules", "the engine cuts tokens once")),

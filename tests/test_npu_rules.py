@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.errors import KernelError
+from cp_engine.npu.experts import EXPERTS
 from cp_engine.npu.operators import bound, shipped
 from cp_engine.npu.rules import rule_table
 from cp_engine.npu.stand_in import stand_in
@@ -96,6 +97,37 @@ def rotary(mode: str = "interleave") -> Call:
     return {"input": random(2, 8, 4, 16), "r1": turns.cos(), "r2": turns.sin(), "rotary_mode": mode}
 
 
+CHOICES = torch.tensor([[0, 4], [4, 3], [4, 2], [1, 1]])
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Tokens that were permuted, and where each choice went."""
+    permuted, indices = torch.ops.npu.npu_moe_token_permute(random(4, 6), CHOICES)
+    return permuted, indices
+
+
+def unpermuting() -> Call:
+    permuted, indices = rows()
+    return {"permuted_tokens": permuted, "sorted_indices": indices, "probs": random(4, 2)}
+
+
+def mapped() -> Call:
+    permuted, indices = rows()
+    return {"permuted_tokens": permuted, "sorted_indices": indices, "restore_shape": [8, 6]}
+
+
+def mapped_gradient() -> Call:
+    grad, indices = rows()
+    given: Call = {"unpermuted_tokens_grad": grad, "out_index": indices, "permuted_token_id": indices}
+    absent = dict.fromkeys(("routing_map", "permuted_tokens", "probs"))
+    return {**given, **absent, "drop_and_pad": False, "restore_shape": [8, 6]}
+
+
+def grouped() -> Call:
+    named = {"group_list": torch.tensor([2, 0, 6]), "group_list_type": 1, "group_type": 0, "split_item": 2}
+    return {"x": [random(8, 6)], "weight": [random(3, 6, 5)], **named}
+
+
 BASES: dict[str, Callable[[], Call]] = {
     "npu_fusion_attention": fused,
     "npu_fusion_attention_grad": fused_gradient,
@@ -106,6 +138,12 @@ BASES: dict[str, Callable[[], Call]] = {
     "npu_sparse_lightning_indexer_grad_kl_loss": learning,
     "npu_rms_norm": norm,
     "npu_rotary_mul": rotary,
+    "npu_moe_token_permute": lambda: {"tokens": random(4, 6), "indices": CHOICES},
+    "npu_moe_token_unpermute": unpermuting,
+    "_npu_moe_token_unpermute_with_routing_map": mapped,
+    "npu_moe_token_unpermute_with_routing_map_grad": mapped_gradient,
+    "npu_swiglu": lambda: {"input": random(4, 6)},
+    "npu_grouped_matmul": grouped,
 }
 
 
@@ -132,13 +170,16 @@ def changes(name: str, base: Call) -> Iterator[Call]:
         yield from rotary_changes()
     elif "update" in name:
         yield from update_changes(base)
+    elif name in EXPERTS:
+        yield from expert_changes(name, base)
     else:
         yield from sparse_changes(name, base)
     schema = torch._C.parse_schema(shipped()[1][name])
     for argument in schema.arguments:  # what a call leaves out is set, and what it sets is left out
         kind = str(argument.type)
         if argument.name not in base and kind.startswith("Optional"):
-            yield {argument.name: [8] if "List" in kind else torch.zeros(4)}
+            others = {"List[Tensor]": [torch.zeros(4)], "List[int]": [8], "int": 1}
+            yield {argument.name: next((x for t, x in others.items() if t in kind), torch.zeros(4))}
         elif kind.startswith("Optional") and argument.name in base:
             yield {argument.name: None}
 
@@ -200,6 +241,38 @@ def update_changes(base: Call) -> Iterator[Call]:
     for heads, width in ((257, 64), (3, 832), (3, 65)):
         sizes = {"attn_out": (8, heads, width), "softmax_max": (8, heads, 8), "softmax_sum": (8, heads, 8)}
         yield {**packed, **{f"{part}_{n}": torch.ones(s) for n, s in sizes.items() for part in ("prev", "cur")}}
+
+
+def expert_changes(name: str, base: Call) -> Iterator[Call]:
+    for argument, value in (("padded_mode", True), ("drop_and_pad", True), ("restore_shape", [8, 5])):
+        if argument in shipped()[1][name]:
+            yield {argument: value}
+    for argument in ("routing_map", "permuted_tokens", "probs"):
+        if argument in base:
+            yield {argument: torch.zeros(8, 6)}
+    if name == "npu_moe_token_permute":
+        yield {"indices": CHOICES.float()}
+        yield {"indices": torch.zeros(4, 513, dtype=torch.int64)}
+        yield {"tokens": torch.zeros(2**15, 1), "indices": torch.zeros(2**15, 512, dtype=torch.int64)}
+    elif "unpermute" in name:
+        (indices,) = (x for n, x in base.items() if n in ("sorted_indices", "out_index"))
+        assert isinstance(indices, Tensor)
+        yield {n: indices.float() for n in ("sorted_indices", "out_index") if n in base}
+    elif name == "npu_swiglu":
+        yield {"dim": 2}
+        yield {"input": random(4, 7)}
+        yield {"input": random(1, 1, 1, 1, 1, 1, 1, 1, 2)}
+    else:
+        (x,), (weight,) = base["x"], base["weight"]  # type: ignore[misc]
+        assert isinstance(x, Tensor) and isinstance(weight, Tensor)
+        for other in ([x, x], [x.double()], [x.bfloat16()], [x[0]], [x[:, :-1]]):
+            yield {"x": other}
+        yield {"weight": [weight[:2]]}
+        yield {"group_type": -1}
+        yield {"group_type": 2}
+        for argument, value in (("group_list_type", 2), ("split_item", 0), ("act_type", 1), ("group_list", None)):
+            yield {argument: value}
+        yield {"group_list": torch.tensor([2, 0, 6], dtype=torch.int32)}
 
 
 def sparse_changes(name: str, base: Call) -> Iterator[Call]:

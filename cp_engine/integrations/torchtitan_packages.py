@@ -25,6 +25,7 @@ from cp_engine.npu.operators import shipped
 
 CONVERTERS, IMPORT = "titan.model.converters", "titan.experimental.custom_import"
 ROWS = "titan.training.local_batch_size"
+EXPERTS, TENSOR = "expert_parallel_degree", "tensor_parallel_degree"
 KNOWN = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
 """torchtitan's own model converters. Source: torchtitan/components/quantization of 0.2.2."""
 
@@ -104,22 +105,8 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         module = next(module for module in module_tables() if module.startswith(f"{package}."))
         what = f"has {', '.join(found)} of {package}, which the job does not load"
         yield Problem(key=CONVERTERS, what=what, tries=(f"{CONFIG_MODULE}={module}",))
-    model, rows = str(value_of(config, "titan.model.name")), _rows(config)
-    heads = rows * int(str(shape_row(config).get("heads", 0)))
     for name, row in found.items() if device in ("npu", REHEARSAL) else ():
-        if heads > row.get("heads_of_batch", heads) or (rows > 1 and model in row.get("one_row", ())):
-            most = max(1, row["heads_of_batch"] * rows // heads) if model not in row["one_row"] else 1
-            what = f"gives calls of {rows} rows and {heads} heads in all, and {name} takes {most} of {model}"
-            yield Problem(key=ROWS, what=what, tries=(f"{ROWS}={most}",))
-        for kind, key in (("models", "titan.model.name"), ("checkpoints", "titan.activation_checkpoint.mode")):
-            if kind in row and (value := value_of(config, key)) not in row[kind]:
-                tries = tuple(f"{key}={other}" for other in row[kind]) if kind == "checkpoints" else ()
-                without = ",".join(other for other in converters if other != name)
-                what = f"is {value}, and the converter {name} takes {' or '.join(row[kind])}"
-                yield Problem(key=key, what=what, tries=(*tries, f"'{CONVERTERS}=[{without}]'"))
-        if "alone" in row and config["mode"] == "verify":
-            what = f"has {name}, which cannot run without the engine, and verify compares with that: {row['alone']}"
-            yield Problem(key=CONVERTERS, what=what, tries=("mode=train",))
+        yield from _limits(config, name, row, [str(c) for c in converters])
     is_host = package_of(config) in rules.ascend_packages  # whose converters are known, as torchtitan's own
     may_register = bool(value_of(config, IMPORT)) or (bool(value_of(config, CONFIG_MODULE)) and not is_host)
     known = (*KNOWN, *(rules.npu_converters if is_host else ()))
@@ -128,6 +115,42 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         tries = (f"{CONVERTERS}=[{near}]",) if near else ()
         what, allowed = f"has {name}, which is no converter of the job's packages", ("allowed", ", ".join(known))
         yield Problem(key=CONVERTERS, what=what, details=(allowed,), tries=tries)
+
+
+def _limits(config: Mapping[str, object], name: str, row: dict[str, Any], converters: list[str]) -> Iterator[Problem]:
+    """What a converter, or an operator that it calls, would refuse in every rank."""
+    model, rows = str(value_of(config, "titan.model.name")), _rows(config)
+    heads, without = rows * int(str(shape_row(config).get("heads", 0))), [c for c in converters if c != name]
+    if heads > row.get("heads_of_batch", heads) or (rows > 1 and model in row.get("one_row", ())):
+        most = max(1, row["heads_of_batch"] * rows // heads) if model not in row["one_row"] else 1
+        what = f"gives calls of {rows} rows and {heads} heads in all, and {name} takes {most} of {model}"
+        yield Problem(key=ROWS, what=what, tries=(f"{ROWS}={most}",))
+    for kind, key in (("models", "titan.model.name"), ("checkpoints", "titan.activation_checkpoint.mode")):
+        if kind in row and (value := value_of(config, key)) not in row[kind]:
+            tries = tuple(f"{key}={other}" for other in row[kind]) if kind == "checkpoints" else ()
+            what = f"is {value}, and the converter {name} takes {' or '.join(row[kind])}"
+            yield Problem(key=key, what=what, tries=(*tries, f"'{CONVERTERS}=[{','.join(without)}]'"))
+    needs = row.get("needs", name)
+    if needs not in converters:
+        with_it = f"'{CONVERTERS}=[{','.join([*converters, needs])}]'"
+        what = f"has {name}, which hands experts what only those of {needs} take"
+        yield Problem(key=CONVERTERS, what=what, tries=(with_it, f"'{CONVERTERS}=[{','.join(without)}]'"))
+    spread, tensor = (int(str(value_of(config, f"titan.parallelism.{n}"))) for n in (EXPERTS, TENSOR))
+    if row.get("spread") and tensor > 1 and spread == 1:
+        what = f"is {tensor}, and {name} takes that only with experts spread over ranks"
+        key = f"titan.parallelism.{TENSOR}"
+        yield Problem(key=key, what=what, tries=(f"{key}=1", f"titan.parallelism.{EXPERTS}={tensor}"))
+    is_compared = config["mode"] == "verify"
+    if "alone" in row and is_compared:
+        what = f"has {name}, which cannot run without the engine, and verify compares with that: {row['alone']}"
+        yield Problem(key=CONVERTERS, what=what, tries=("mode=train",))
+    if "computes" in row and is_compared and lookup(config, "verify.level") == "training":
+        known = Rules(conf_dir()).npu_converters
+        left = [c for c in without if known.get(c, {}).get("needs") != name]
+        what = (
+            f"has {name}, which computes in {row['computes']} whatever the job says; both runs are compared in float32"
+        )
+        yield Problem(key=CONVERTERS, what=what, tries=(f"'{CONVERTERS}=[{','.join(left)}]'",))
 
 
 def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -151,10 +174,14 @@ def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             what = f"is {str(value).lower() if value is True else value}, and needs a device, which {REHEARSAL} is not"
             yield Problem(key=f"titan.{name}", what=what, tries=(f"~titan.{name}",))
     yield from _value_problems(config)
-    key, needed = "titan.parallelism.tensor_parallel_degree", rules.tensor_parallel_with
+    key, needed = f"titan.parallelism.{TENSOR}", rules.tensor_parallel_with
     tensor, converter = int(str(value_of(config, key))), needed.get(str(value_of(config, "titan.model.name")))
     if tensor > 1 and converter is not None and converter not in npu_converters(config):
         what = f"is {tensor}, and without the converter {converter} {host} computes tensor-parallel experts wrongly"
+        yield Problem(key=key, what=what, tries=(f"{key}=1",))
+    key = "titan.parallelism.expert_tensor_parallel_degree"
+    if converter is not None and (cut := int(str(value_of(config, key)))) > 1:
+        what = f"is {cut}, and {host} does not cut an expert"
         yield Problem(key=key, what=what, tries=(f"{key}=1",))
     key = "titan.training.num_mtp_modules"
     if isinstance(further := lookup(config, key), int) and further > 0:

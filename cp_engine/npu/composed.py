@@ -1,4 +1,4 @@
-"""Operators of a model beside attention, composed of torch operators, which have their gradients: norm and rotary embedding.
+"""Operators of a model beside attention, composed of torch operators, which have their gradients: norm, rotary embedding, experts.
 
 torchtitan-npu's converters `npu_rms_norm` and `npu_rope` call them. Source: torch_npu 2.13.0, docstring of npu_rotary_mul.
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.npu.dense_calls import tensor
+from cp_engine.npu.experts import EXPERTS
 
 Arguments = Mapping[str, object]
 
@@ -57,5 +58,5 @@ def rotate(given: Arguments) -> object:
     return found.to(tensor(given, "input").dtype)
 
 
-COMPOSED = {"npu_rms_norm": (norm_sizes, norm), "npu_rotary_mul": (rotary_sizes, rotate)}
+COMPOSED = {"npu_rms_norm": (norm_sizes, norm), "npu_rotary_mul": (rotary_sizes, rotate), **EXPERTS}
 """Operator -> (sizes that follow from its arguments, what it computes)."""

@@ -3,7 +3,7 @@
 `torch.library.register_autograd` refuses keyword-only tensors, so these are kernels of the Autograd key.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,13 +91,19 @@ def _lightning_indexer(*args: object, **kwargs: object) -> object:
     return _below(operator, bound(operator.default._schema, args, kwargs))
 
 
+def require_no_gradient(name: str, given: Mapping[str, object]) -> None:
+    """Refuses a call under autograd of an operator that has no gradient; raises KernelError."""
+    lists = [x if isinstance(x, list) else [x] for x in given.values()]
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for xs in lists for x in xs):
+        what = "is called under autograd, and the operator has no gradient"
+        raise KernelError([Problem(key=f"npu.{name}", what=what)])
+
+
 def _update(*args: object, **kwargs: object) -> object:
     """No gradient is registered for it."""
     operator = torch.ops.npu.npu_ring_attention_update
     given = bound(operator.default._schema, args, kwargs)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()):
-        what = "is called under autograd, and the operator has no gradient"
-        raise KernelError([Problem(key="npu.npu_ring_attention_update", what=what)])
+    require_no_gradient("npu_ring_attention_update", given)
     return _below(operator, given)
 
 

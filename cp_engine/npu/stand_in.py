@@ -12,7 +12,8 @@ import torch
 
 from cp_engine.npu.composed import COMPOSED
 from cp_engine.npu.dense_calls import DENSE
-from cp_engine.npu.differentiable import DIFFERENTIABLE
+from cp_engine.npu.differentiable import DIFFERENTIABLE, require_no_gradient
+from cp_engine.npu.experts import WITHOUT_GRADIENT
 from cp_engine.npu.operators import bound, is_registered, shipped
 from cp_engine.npu.rules import require, rule_table
 from cp_engine.npu.sparse_calls import SPARSE
@@ -63,6 +64,8 @@ def _composed(name: str, rules: list[dict[str, object]], *args: object, **kwargs
     given = _given(name, args, kwargs)
     sizes, compute = COMPOSED[name]
     require(name, given, sizes(given), rules)
+    if name in WITHOUT_GRADIENT:
+        require_no_gradient(name, given)
     return compute(given)
 
 
