@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from cp_engine import verify
 from cp_engine.devices import REHEARSAL, operators_of
-from cp_engine.errors import KernelError, Problem
+from cp_engine.errors import ConfigError, KernelError, Problem
 from cp_engine.kernels.npu_sparse import NPUSparse
 from cp_engine.plan import Plan
 from cp_engine.primitives.selection import SparseStep
@@ -51,17 +52,23 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     dtype = "float32" if device == REHEARSAL else "float64"
     if device == REHEARSAL and any("topk" in s.step.makes for s in plan.steps):
         return _rehearsed(config, plan)
-    with operators_of(device):
-        rows = (
-            _on_ranks(config, plan, output_dir) if on_ranks else {"": verify.in_one_process(plan, mask, device, dtype)}
-        )
+    asked = config["shape"]
+    assert isinstance(asked, Mapping)
+    if asked["dtype"] not in (None, dtype):
+        what = f"is {asked['dtype']}, and this comparison computes in {dtype}, where a difference means something"
+        raise ConfigError([Problem(key="shape.dtype", what=what, tries=("shape.dtype=null",))])
+    if on_ranks:
+        rows = _on_ranks(config, plan, output_dir, device, dtype)
+    else:
+        with operators_of(device):
+            rows = {"": verify.in_one_process(plan, mask, device, dtype)}
     where = f"{plan.degree} gloo ranks" if on_ranks else f"{plan.degree} ranks in one process"
-    shape, computed = plan.shape, f", computed in {dtype} by {device}" if device == REHEARSAL else ""
+    shape, computed = plan.shape, f", {dtype} by {device}," if device == REHEARSAL else ""
     heads, dims = f"{shape.heads}|{shape.kv_heads}", f"{shape.head_dim}|{shape.v_head_dim}"
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
     console = Console(width=110)
     console.print(
-        f"{plan.name}: {where} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}{computed}\n",
+        f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
         highlight=False,
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
@@ -81,9 +88,14 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
 
 def _rehearsed(config: Mapping[str, object], plan: Plan) -> bool:
     """Sparse attention by Ascend's operators in bfloat16, at sizes that they take: all ranks against one."""
-    cp, mask = config["cp"], config["mask"]
+    cp, mask, asked, settings = (config[name] for name in ("cp", "mask", "shape", "verify"))
     assert isinstance(cp, Mapping) and isinstance(mask, Mapping)
-    plans = [plan_from_config(node, shape=TAKEN, mask=mask) for node in (cp, {**cp, "degree": 1})]
+    assert isinstance(asked, Mapping) and isinstance(settings, Mapping)
+    if settings["target"] == "ranks":
+        what = "is ranks, and Ascend's sparse operators are compared with those of one rank, in this process"
+        raise ConfigError([Problem(key="verify.target", what=what, tries=("verify.target=process",))])
+    taken = replace(TAKEN, **{name: value for name, value in asked.items() if value is not None})
+    plans = [plan_from_config(node, shape=taken, mask=mask) for node in (cp, {**cp, "degree": 1})]
     steps = [s.step for s in plans[0].steps if isinstance(s.step, SparseStep)]
     refused = [
         (s, why) for s in steps for k, why in [s.kernel_for(plans[0], REHEARSAL)] if not isinstance(k, NPUSparse)
@@ -97,10 +109,11 @@ def _rehearsed(config: Mapping[str, object], plan: Plan) -> bool:
         )
     with operators_of(REHEARSAL):
         rows = verify.against_one_rank(plans[0], plans[1], REHEARSAL)
-    print(f"{plan.name}: {plan.degree} ranks in one process against one rank, both by Ascend's operators in bfloat16")
     print(
-        f"batch 1, sequence {TAKEN.sequence}, heads {TAKEN.heads}, {TAKEN.index_heads} index heads, {TAKEN.topk} keys selected\n"
+        f"{plan.name}: {plan.degree} ranks in one process against one rank, both by Ascend's operators in {taken.dtype}"
     )
+    sizes = f"batch {taken.batch}, sequence {taken.sequence}, heads {taken.heads}, {taken.index_heads} index heads"
+    print(f"{sizes}, {taken.selected} keys selected, mask {plans[0].mask.kind}, tokens {plans[0].order}\n")
     for row in rows:
         print(f"{row.name:<12} {row.error:.1e}   <= {row.bound:.0e}   {'ok' if row.is_good else 'WRONG'}")
     is_good = all(row.is_good for row in rows)
@@ -115,13 +128,15 @@ def _cells(row: verify.Row) -> tuple[str, str, str, str]:
     return row.name, f"{row.error:.1e}", f"<= {row.bound:.0e}", verdict
 
 
-def _on_ranks(config: Mapping[str, object], plan: Plan, output_dir: Path) -> dict[str, list[verify.Row]]:
+def _on_ranks(
+    config: Mapping[str, object], plan: Plan, output_dir: Path, device: str, dtype: str
+) -> dict[str, list[verify.Row]]:
     from cp_engine.elastic import run_ranks
 
     launch = config["launch"]
     assert isinstance(launch, Mapping)
-    settings = {**launch, "output_dir": str(output_dir), "device": "cpu"}
-    run_ranks(verify_rank, {**config, "launch": settings, "shape": asdict(plan.shape)}, output_dir, ranks=plan.degree)
+    settings, shape = {**launch, "output_dir": str(output_dir), "device": device}, asdict(plan.shape) | {"dtype": dtype}
+    run_ranks(verify_rank, {**config, "launch": settings, "shape": shape}, output_dir, ranks=plan.degree)
     rows = {}
     for rank in range(plan.degree):
         found = json.loads((output_dir / "ranks" / f"{rank}.{RESULT}").read_text())
@@ -145,15 +160,19 @@ def verify_rank(config: Mapping[str, object]) -> None:
         and isinstance(sizes, Mapping)
         and isinstance(launch, Mapping)
     )
-    dist.init_process_group("gloo")
-    try:
-        shape = Shape(**{**sizes, "dtype": "float64"})
-        plan = plan_from_config(cp, shape=shape, mask=mask)
+    undo, shape, device = ExitStack(), Shape(**sizes), str(launch["device"])
+    with undo:
+        undo.enter_context(operators_of(device))
+        dist.init_process_group("gloo")
+        undo.callback(dist.destroy_process_group)
+        plan, kind = plan_from_config(cp, shape=shape, mask=mask), getattr(torch, shape.dtype)
         mesh = init_device_mesh("cpu", (plan.degree,), mesh_dim_names=("cp",))
-        engine = ContextParallel(plan, mesh)
+        engine = ContextParallel(plan, mesh, "cpu", device)
+        undo.callback(engine.close)
         held = plan.entry.sequence[engine.rank]
 
         def attend(tensors: Mapping[str, Tensor], dout: Tensor) -> dict[str, Tensor]:
+            tensors, dout = {n: x.to(kind) for n, x in tensors.items()}, dout.to(kind)
             local = {n: engine.shard(tensors[n], dim=2).requires_grad_() for n in plan.inputs}
             whole = {n: tensors[n].clone().requires_grad_() for n in plan.parameters}
             call = Call(tensors=local, parameters=whole, mask=plan.mask, enable_gqa=True)
@@ -169,13 +188,11 @@ def verify_rank(config: Mapping[str, object]) -> None:
                 dist.all_reduce(found[n])
             if "q_index" in plan.inputs:
                 found["topk"] = engine.made("topk", call)
-            return {"out": result.out.detach(), **found}
+            found["out"] = result.out.detach()
+            return {n: x if n == "topk" else x.double() for n, x in found.items()}
 
-        rows = verify.compare(attend, [engine.rank], plan, mask)
+        rows = verify.compare(attend, [engine.rank], plan, mask, shape.dtype)
         if shape.sequence - 1 not in set(held):  # the last token is another rank's
             rows = [row for row in rows if row.name != "influence"]
         folder = Path(str(launch["output_dir"])) / "ranks"
         (folder / f"{engine.rank}.{RESULT}").write_text(json.dumps([asdict(row) for row in rows]))
-        engine.close()
-    finally:
-        dist.destroy_process_group()

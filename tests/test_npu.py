@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_engine import devices, verify, verify_attention
+from cp_engine import cli, devices, verify, verify_attention
 from cp_engine.compose import compose
 from cp_engine.errors import ConfigError, CPError
 from cp_engine.kernels import npu_fusion, npu_sparse
@@ -228,3 +228,28 @@ def test_a_job_trains_with_the_operators(
     assert not [text for text in said if text not in result.out], result.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_verify_runs_the_operators_on_gloo_ranks(launch: Callable[..., Result]) -> None:
+    rehearsed = ("mode=verify", "launch.device=npu_reference", "verify.target=ranks")
+    result = launch(*rehearsed, "cp=ring_zigzag", "cp.degree=3", "shape.sequence=65", "shape.batch=3")
+    assert result.code == 0, result.out + result.err
+    assert "3 gloo ranks, float32 by npu_reference, against dense attention in float64" in result.out
+    assert result.out.count("<= 1e-05   ok") == 12 and result.out.rstrip().endswith("verified")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cp=ulysses", "shape.dtype=bfloat16"], "shape.dtype  is bfloat16, and this comparison computes in float32"),
+        (["cp=dsa", "verify.target=ranks"], "verify.target  is ranks, and Ascend's sparse operators"),
+        (["cp=dsa", "shape.dtype=float32"], "cp.steps.learn  is not what the operators take"),
+        (["cp=dsa", "shape.topk=512"], "cp.steps.select  is not what the operators take"),
+    ],
+)
+def test_verify_ignores_nothing_that_it_is_told(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["mode=verify", "launch.device=npu_reference", *arguments]) == 1
+    assert said in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cp_engine import cli, primitives
+from cp_engine.keys import known_keys
 from tests.conftest import clean_environment
 from tests.helpers import EVERY
 
@@ -52,6 +53,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+def test_every_key_is_in_the_table_of_keys() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    keys = [key for key in known_keys() if not key.startswith("titan.")]
+    assert len(keys) > 30 and not [key for key in keys if f"`{key}`" not in page]
 
 
 def without_errors(text: str) -> str:
