@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,13 @@ NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.r
 
 def main() -> None:
     """What launch.py, `python -m cp_engine` and the console script `cp-engine` run."""
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,9 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     except (CPError, RankFailure) as error:
         print(error, file=sys.stderr)
         return 1
-    except Interrupted as signal:
-        print(f"interrupted by {signal}; no process is left", file=sys.stderr)
-        return 128 + signal.number
+    except Interrupted as interrupted:
+        print(f"interrupted by {interrupted}; no process is left", file=sys.stderr)
+        return 128 + interrupted.number
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -108,6 +115,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     given = prepared(toml_argument.for_hydra(arguments, translation))
     failed: list[str] = []
     started: list[Path] = []
+    unread: list[BrokenPipeError] = []
 
     def task(composed: "DictConfig") -> None:
         started.append(Path(HydraConfig.get().runtime.output_dir))
@@ -117,6 +125,8 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
             print(error, file=sys.stderr, flush=True)
             _remove_unused(Path(HydraConfig.get().runtime.output_dir))
+        except BrokenPipeError as error:
+            unread.append(error)  # past Hydra, which would print it
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
         assert isinstance(overrides, list)
         failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
@@ -127,7 +137,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except (HydraException, OmegaConfBaseException) as error:
             raise _hydra_error(error, given) from error
         except OSError as error:
-            if started:
+            if started or isinstance(error, BrokenPipeError):
                 raise
             what = f"the run's folder cannot be made: {error.strerror}: {error.filename}"
             raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
@@ -143,6 +153,8 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             if not str(error).startswith("Only one of"):
                 raise
             raise ConfigError([Problem(key="options", what=str(error))]) from error
+    if unread:
+        raise unread[0]
     sweep = bool({"-m", "--multirun"} & set(arguments))
     if failed and sweep:
         print("failed jobs:", *(f"  {job}" for job in failed), sep="\n", file=sys.stderr)

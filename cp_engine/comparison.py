@@ -18,6 +18,17 @@ ROWS = 8  # parameters in the table, the worst first
 RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
 
 
+class Page(Console):
+    """Where a result is printed; where nobody reads it any more, that is an error and no exit code of a result."""
+
+    def __init__(self) -> None:
+        super().__init__(width=110, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would exit with 1."""
+        raise BrokenPipeError
+
+
 class Record(TypedDict):
     """What one run wrote.
 
@@ -175,14 +186,14 @@ def show(comparison: Comparison, title: str) -> None:
         comparison: of two runs.
         title: what was compared.
     """
-    console = Console(width=110)
-    console.print(f"{title}\n", highlight=False)
+    console = Page()
+    console.print(f"{title}\n")
     losses = _table("step", "loss, alone", "loss, composition", "difference", "bound", "")
     for label, theirs, ours in comparison.losses:
         error = abs(theirs - ours)
         cells = (label, f"{theirs:.9f}", f"{ours:.9f}", f"{error:.1e}", f"<= {LOSS_BOUND:.0e}")
         losses.add_row(*cells, _verdict(error <= LOSS_BOUND))
-    console.print(losses, highlight=False)
+    console.print(losses)
     for title, kind, errors, bound in (
         ("gradient of step 1", "relative difference", comparison.gradient_errors, GRADIENT_BOUND),
         ("experts", "difference", comparison.expert_errors, EXPERT_BOUND),
@@ -192,18 +203,18 @@ def show(comparison: Comparison, title: str) -> None:
             rows.add_row(name, f"{error:.1e}", f"<= {bound:.0e}", _verdict(error <= bound))
         if errors:
             console.print()
-            console.print(rows, highlight=False)
+            console.print(rows)
         if len(errors) > ROWS:
-            console.print(f"and {len(errors) - ROWS} more, each with no larger difference", highlight=False)
+            console.print(f"and {len(errors) - ROWS} more, each with no larger difference")
     if comparison.selection_errors:
         rows = _table("selected keys of step 1", "only alone", "of", "farthest from the cut", "bound", "")
         for name, apart, total, distance in comparison.selection_errors[:ROWS]:
             cells = (name, f"{apart:,}", f"{total:,}", f"{distance:.1e}", f"<= {SELECTION_BOUND:.0e}")
             rows.add_row(*cells, _verdict(distance <= SELECTION_BOUND))
         console.print()
-        console.print(rows, highlight=False)
+        console.print(rows)
     verdict = "verified" if comparison.is_within_bounds else "WRONG: the composition does not train as torchtitan does"
-    console.print(f"\n{verdict}", highlight=False)
+    console.print(f"\n{verdict}")
 
 
 def _table(*names: str) -> Table:

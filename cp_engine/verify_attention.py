@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from cp_engine import verify
+from cp_engine.comparison import Page
 from cp_engine.devices import REHEARSAL, operators_of
 from cp_engine.errors import ConfigError, KernelError, Problem
 from cp_engine.kernels.npu_sparse import NPUSparse
@@ -66,10 +66,9 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     shape, computed = plan.shape, f", {dtype} by {device}," if device == REHEARSAL else ""
     heads, dims = f"{shape.heads}|{shape.kv_heads}", f"{shape.head_dim}|{shape.v_head_dim}"
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
-    console = Console(width=110)
+    console = Page()
     console.print(
-        f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n",
-        highlight=False,
+        f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
     for name in (*(["rank"] if on_ranks else []), "compared", "largest error", "bound", ""):
@@ -77,12 +76,9 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     for rank, found in rows.items():
         for row in found:
             table.add_row(*([rank] if on_ranks else []), *_cells(row))
-    console.print(table, highlight=False)
+    console.print(table)
     is_good = all(row.is_good for found in rows.values() for row in found)
-    console.print(
-        "\nverified" if is_good else "\nWRONG: the composition does not compute dense attention",
-        highlight=False,
-    )
+    console.print("\nverified" if is_good else "\nWRONG: the composition does not compute dense attention")
     return is_good
 
 

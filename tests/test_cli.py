@@ -234,6 +234,16 @@ assert {absent!r} not in sys.modules
     assert ("cp: " in done.stdout) if arguments == ["--help"] else done.stdout
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["mode=explain"], ["mode=verify", "shape.sequence=16"]], ids=str)
+def test_a_reader_that_has_seen_enough_ends_the_command(tmp_path: Path, arguments: list[str]) -> None:
+    command = [sys.executable, str(LAUNCH), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == ""
+
+
 # --- real runs: each imports torchtitan in every rank -----------------------------------------------------------------
 
 
