@@ -114,6 +114,12 @@ class GroupCommunicator:
         """The way to a group of plan ranks, ascending, of which this process is one."""
         return GroupChannel(self.groups[group], self.traffic)
 
+    def agree(self, flags: Tensor) -> list[bool]:
+        """Which flags are set on every rank of the plan; some bytes, which no plan counts."""
+        found = flags.to(torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.groups[tuple(range(len(self.ranks)))])
+        return [bool(x) for x in found.tolist()]
+
 
 def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
     """Makes the process groups of a plan and compares the plan between its ranks.

@@ -41,11 +41,13 @@ class Memo:
 
     Args:
         record: set by the first pass; emptied by its backward.
-        prints: a digest of every input, by which a recompute finds the pass that it repeats.
+        prints: [inputs] a digest of every tensor of the call, by which a recompute finds the pass that it repeats.
+        told: what else the call said, such as its scale.
     """
 
     record: Record | None = None
-    prints: tuple[Tensor, ...] = ()
+    prints: Tensor | None = None
+    told: tuple[object, ...] = ()
 
 
 class Result(NamedTuple):

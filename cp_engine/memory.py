@@ -85,6 +85,9 @@ class _Nobody:
     def channel(self, group: tuple[int, ...]) -> "_Silence":
         return _Silence(len(group))
 
+    def agree(self, flags: Tensor) -> list[bool]:
+        return [bool(x) for x in flags]
+
 
 class _Silence:
     """One group of nobody."""

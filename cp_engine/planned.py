@@ -19,6 +19,12 @@ from cp_engine.redistribute import Target
 PROGRAMS = 64
 """Lowered plans that are kept for masks that come with the calls: documents differ from batch to batch, not from layer to layer."""
 
+PART = 2**20
+"""Numbers that are digested at a time: few enough for their mixed bits to need little memory."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MIXER = tuple(n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""The constants of SplitMix64, as signed numbers."""
+
 RULE = ("rule", "a plan runs the call that it was proved for")
 
 
@@ -83,7 +89,7 @@ class PlannedAttention:
             ]
             losses = {name: torch.stack([part[name][0] for part in parts]).sum() for name in self.plan.losses}
             return Result(torch.cat([part["out"][0] for part in parts]), None, losses)
-        memo = self._memo(tensors, passed)
+        memo = self._memo(call, scale, passed)
         found = programs[0].results({**_each(tensors), **_each(parameters)}, scale, memo)
         return Result(found["out"][0], memo, {name: found[name][0] for name in self.plan.losses})
 
@@ -119,15 +125,20 @@ class PlannedAttention:
             raise CallError(problems, plan.name)
         self._require_planned(call)
 
-    def _memo(self, tensors: Mapping[str, Tensor], passed: Sequence[Memo]) -> Memo | None:
-        """Where the pass leaves its record; in a recompute, the one that the same numbers left."""
+    def _memo(self, call: Call, scale: float, passed: Sequence[Memo]) -> Memo | None:
+        """Where the pass leaves its record; in a recompute, the one that the same call left on every rank."""
         if self.plan.recompute != "skip_attention":
             return None
-        prints = tuple(_print(x.detach(), dim) for x in tensors.values() for dim in (2, 3))
-        for memo in passed:
-            if memo.record is not None and all(map(torch.equal, memo.prints, prints)):
-                return memo
-        return Memo(prints=prints)
+        given = {**call.tensors, **call.parameters}
+        prints = torch.stack([_print(x.detach()) for x in given.values()])
+        told = (scale, *given, *(self._masks(call) if self.plan.is_mask_from_call else ()))
+        kept = [memo for memo in passed if memo.record is not None and memo.prints is not None]
+        matches = [m.told == told and m.prints is not None and torch.equal(m.prints, prints) for m in kept]
+        if (
+            kept and self._target.communicator is not None
+        ):  # a rank may have the same tokens in two passes, and others not
+            matches = self._target.communicator.agree(torch.tensor(matches, device=prints.device))
+        return next((m for m, is_repeated in zip(kept, matches, strict=True) if is_repeated), Memo(None, prints, told))
 
     def _programs(self, call: Call) -> list[Program]:
         """The program of the call's mask, or one per sequence where their masks differ."""
@@ -242,13 +253,20 @@ def _each(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     return {name: [x] for name, x in tensors.items()}
 
 
-def _print(x: Tensor, dim: int) -> Tensor:
-    """A digest of [B, heads, S, width] that knows where numbers are: torch's own is the same for the same numbers in another order."""
-    if not x.numel():
-        return x.new_zeros((), dtype=torch.int64)
-    lines = torch.hash_tensor(x, dim).flatten().view(torch.int64)
-    places = torch.arange(1, 2 * lines.numel(), 2, device=x.device)
-    return (lines * places).sum()
+def _print(x: Tensor) -> Tensor:
+    """A digest that knows where numbers are; torch's own is the same for the same numbers in another order.
+
+    Every number's bits, with its place, go through the mixer of SplitMix64, and the results are summed.
+    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, figure 8.
+    """
+    total, place = x.new_zeros((), dtype=torch.int64), 0
+    for part in x.reshape(-1).split(PART):
+        bits = part.view(BITS[part.element_size()]).to(torch.int64)
+        bits = bits + torch.arange(place, place + len(bits), device=x.device) * MIXER[0]
+        for shift, factor in ((30, MIXER[1]), (27, MIXER[2])):
+            bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        total, place = total + (bits ^ ((bits >> 31) & ((1 << 33) - 1))).sum(), place + len(bits)
+    return total
 
 
 def _mask(carried: Carried, size: int) -> Mask:

@@ -42,6 +42,9 @@ class Communicator(Protocol):
     def channel(self, group: tuple[int, ...]) -> Channel:
         """The way to a group of plan ranks, ascending, of which this process is one."""
 
+    def agree(self, flags: Tensor) -> list[bool]:
+        """Which flags are set on every rank of the plan."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:

@@ -46,7 +46,9 @@ def two() -> Iterator[World]:
         yield made
 
 
-def engine_of(preset: str, recompute: str) -> cp_engine.ContextParallel:
+def engine_of(
+    preset: str, recompute: str, mask: object = "causal", overrides: tuple[str, ...] = ()
+) -> cp_engine.ContextParallel:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
     return cp_engine.compile(
         preset,
@@ -55,7 +57,8 @@ def engine_of(preset: str, recompute: str) -> cp_engine.ContextParallel:
         heads=HEADS,
         head_dim=HEAD_DIM,
         dtype=torch.float64,
-        overrides=[f"cp.recompute={recompute}"],
+        mask=mask,
+        overrides=[f"cp.recompute={recompute}", *overrides],
     )
 
 
@@ -156,6 +159,82 @@ def check_exchanged_rows() -> None:
 
 def test_sequences_in_another_order_are_other_numbers(two):
     two.run(check_exchanged_rows)
+
+
+class Twice(nn.Module):
+    """One attention, called twice with one q, k and v, and something else that differs."""
+
+    def __init__(self, first: dict[str, object], second: dict[str, object]) -> None:
+        super().__init__()
+        self.attention, self.calls = cp_engine.Attention(), (first, second)
+        self.weight = nn.Parameter(torch.ones(HEAD_DIM, dtype=torch.float64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first, second = (self.attention(q, k, v, **named) * self.weight for named in self.calls)
+        return first.square() + second.tanh()
+
+
+SINKS = torch.tensor([0.0, 1.0, -2.0, 3.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "mask", "overrides"),
+    [
+        ({"scale": 1.0}, {"scale": 0.1}, "causal", ()),
+        ({"sinks": SINKS}, {"sinks": 2 * SINKS}, "causal", ("cp.steps.attend.sinks=true",)),
+        (
+            {"mask": {"kind": "document", "starts": [0, 9]}},
+            {"mask": {"kind": "document", "starts": [0, 20]}},
+            {"kind": "document"},
+            (),
+        ),
+    ],
+    ids=["scale", "sinks", "documents"],
+)
+def test_calls_that_differ_in_more_than_tensors_keep_a_record_each(two, first, second, mask, overrides):
+    two.run(check_twice, first, second, mask, overrides)
+
+
+def check_twice(first: dict[str, object], second: dict[str, object], mask: object, overrides: tuple[str, ...]) -> None:
+    engine, model = engine_of("ulysses", "skip_attention", mask, overrides), Twice(first, second)
+    whole = torch.randn(
+        3, 2, HEADS, SEQUENCE, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    found = []
+    for is_checkpointed in (False, True):
+        local = [x.clone().requires_grad_() for x in engine.shard(*whole, dim=2)]
+        with engine.context(model):
+            out = checkpoint(model, *local, use_reentrant=False) if is_checkpointed else model(*local)
+            found.append(torch.autograd.grad(out.sum(), [*local, model.weight]))
+    assert all(map(torch.equal, *found))
+    engine.close()
+
+
+def check_same_on_one_rank(is_swapped: bool) -> None:
+    """Two passes that have the same tokens on rank 0, or the same numbers of v in other places, and others elsewhere."""
+    engine, attention = engine_of("ulysses", "skip_attention"), cp_engine.Attention()
+    whole = torch.randn(
+        3, 1, HEADS, SEQUENCE, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    other = whole.clone()
+    if is_swapped:  # what a digest of rows and one of columns do not see
+        whole[2, 0, 0, :2, :2] = torch.tensor([[1.0, 5.0], [5.0, 1.0]])
+        other[2, 0, 0, :2, :2] = torch.tensor([[5.0, 1.0], [1.0, 5.0]])
+    else:
+        other[..., SEQUENCE // 2 + 1 :, :] *= 2
+    calls = [[x.clone().requires_grad_() for x in engine.shard(*qkv, dim=2)] for qkv in (whole, other)]
+    with engine.context(attention):
+        wanted = [torch.autograd.grad(attention(*qkv).square().sum(), qkv) for qkv in calls]
+        outs = [checkpoint(attention, *qkv, use_reentrant=False) for qkv in calls]
+        found = [torch.autograd.grad(outs[i].square().sum(), calls[i]) for i in (1, 0)]
+    for a, b in zip(reversed(found), wanted, strict=True):
+        assert all(map(torch.equal, a, b))
+    engine.close()
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_passes_that_are_alike_on_one_rank_keep_a_record_each(two, is_swapped):
+    two.run(check_same_on_one_rank, is_swapped)
 
 
 def check_released() -> None:
