@@ -12,6 +12,9 @@ from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
 
+DEVICES = ("cpu", "cuda", "npu")
+"""Types of the devices that tensors can be on."""
+
 
 def compile(
     composition: str | Mapping[str, object],
@@ -65,6 +68,15 @@ def compile(
     if not isinstance(composition, str) and (overrides or config_dir is not None):
         what = "apply to a preset that is composed, and the composition is given as data"
         raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
+    problems = []
+    if isinstance(overrides, str):
+        what = "is one string, and a list is needed: each override by itself"
+        problems.append(Problem(key="overrides", what=what, tries=(f"overrides=[{overrides!r}]",)))
+    if device not in (None, *DEVICES):
+        details = (("allowed", ", ".join(DEVICES)),)
+        problems.append(Problem(key="device", what=f"{device!r} is no type of device", details=details))
+    if problems:
+        raise ConfigError(problems, "compile")
     cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
     shape = Shape(
         batch=batch,

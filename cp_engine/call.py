@@ -115,6 +115,11 @@ def read_qkv(module: nn.Module, args: Sequence[object], named: Mapping[str, obje
     Raises:
         CallError: every argument that is missing, unknown or of a wrong type.
     """
+    return read(args, named)
+
+
+def read(args: Sequence[object], named: Mapping[str, object]) -> Call:
+    """The same of arguments alone; raises as `read_qkv` does."""
     reader = ArgumentReader(args, named)
     others = reader.others(ARGUMENTS)
     is_causal = reader.flag("is_causal", others, True)

@@ -84,6 +84,11 @@ def mask_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         what = f"is {kind}, and '{flavor}' attends with {attention}, whose calls bring a mask of each batch"
         rule = ("rule", "documents without starts are taken from each call")
         yield Problem(key="mask", what=what, details=(rule,), tries=("mask=document",))
+        return
+    for name, default in (("causal", True), ("left", None), ("right", None)) if attention != "sdpa" else ():
+        if (value := lookup(config, f"mask.{name}")) not in (default, None, ABSENT):
+            what = f"is {str(value).lower()}, and has no effect: each call of '{flavor}' brings its whole mask"
+            yield Problem(key=f"mask.{name}", what=what, tries=(f"mask.{name}={'true' if default else 'null'}",))
 
 
 def shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:

@@ -63,8 +63,15 @@ class Mask:
         """Whether both show the same pairs, whatever they are called."""
         if self.size != other.size or self.bands == other.bands:
             return self.size == other.size
-        shown = [sum(band.pairs() for band in m.bands) for m in (self, other, intersection(self, other))]
-        return shown[0] == shown[1] == shown[2]
+        return self.is_within(other) and other.is_within(self)
+
+    def is_within(self, other: "Mask") -> bool:
+        """Whether the other shows every pair that this one shows."""
+        return self.pairs() == intersection(self, other).pairs()
+
+    def pairs(self) -> int:
+        """How many pairs are visible."""
+        return sum(band.pairs() for band in self.bands)
 
 
 def intersection(a: Mask, b: Mask) -> Mask:

@@ -10,6 +10,7 @@ from torch import Tensor
 from cp_engine import compiled, memory
 from cp_engine.call import Call, Carried, HostMask
 from cp_engine.check import prove
+from cp_engine.devices import of_tensors
 from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.lower import Memo, Program, Result
 from cp_engine.mask import Mask, mask_of
@@ -44,7 +45,7 @@ class PlannedAttention:
         self._read = deque[tuple[object, int, tuple[Mask, ...]]](
             maxlen=4
         )  # what the last objects of the host's stand for
-        self._dtype = getattr(torch, plan.shape.dtype)
+        self._dtype, self._place = getattr(torch, plan.shape.dtype), of_tensors(target.device)
         (rank,) = target.ranks
         shape = plan.shape
         sizes = memory.sizes_of(plan, rank)
@@ -149,6 +150,9 @@ class PlannedAttention:
         for mask in masks:
             if mask not in self._of_masks:
                 assert self.plan.composition is not None
+                if not mask.is_within(self.plan.mask):
+                    what = f"is {mask.kind}, and shows what the mask of the plan hides: {self.plan.mask.kind}"
+                    raise CallError([Problem(key="call.mask", what=what, details=(RULE,))], self.plan.name)
                 plan = prove(self.plan.composition, self.plan.shape, mask)
                 self._of_masks[mask] = Program(plan, self._target)
             self._of_masks.move_to_end(mask)
@@ -175,7 +179,9 @@ class PlannedAttention:
         batch = tensors["q"].shape[0]
         if not (
             all(
-                tensors[n].shape == (batch, *size) and tensors[n].dtype == self._dtype
+                tensors[n].shape == (batch, *size)
+                and tensors[n].dtype == self._dtype
+                and tensors[n].device.type == self._place
                 for n, size in self._sizes.items()
             )
             and ((call.mask is True and self._is["causal"]) or self._carries_the_mask(call))
@@ -206,6 +212,9 @@ class PlannedAttention:
             x, wanted = call.tensors[name], [batch, *size]
             if list(x.shape) != wanted:
                 what = f"is {list(x.shape)}, and the plan is for {wanted}"
+                problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,)))
+            if x.device.type != self._place:
+                what = f"is on {x.device.type}, and the plan runs on {self._place}"
                 problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,)))
             if x.dtype != self._dtype:
                 what = f"is {x.dtype}, and the plan is for {plan.shape.dtype}"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_engine import gradients
 from cp_engine.attach import Site, attach, detach
 from cp_engine.c10d import GroupCommunicator, connect
-from cp_engine.call import Call, Carried
+from cp_engine.call import Call, read
 from cp_engine.errors import CallError, Problem
 from cp_engine.index_set import whole
 from cp_engine.layout import Layout
@@ -133,12 +133,8 @@ class ContextParallel:
         Raises:
             CallError: the call differs from what the plan was proved for.
         """
-        carried: Carried = is_causal if mask is None else mask
-        parameters = {} if sinks is None else {"sinks": sinks}
-        tensors = {"q": q, "k": k, "v": v}
-        return self.attend(
-            Call(tensors=tensors, parameters=parameters, scale=scale, mask=carried, enable_gqa=enable_gqa)
-        ).out
+        named = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa, "mask": mask, "sinks": sinks}
+        return self.attend(read((q, k, v), named)).out
 
     def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
         """One call of an attached module, or of one's own with tensors that are not q, k and v.
@@ -194,14 +190,12 @@ class ContextParallel:
         Raises:
             CallError: a tensor has another length along `dim`.
         """
+        rule = ("rule", "tensors are cut whole, together with the tokens")
+        wanted = f"the plan is for {self.plan.shape.sequence}"
         problems = [
-            Problem(
-                key=f"shard.tensors[{i}]",
-                what=f"has {x.shape[dim]} positions along dim {dim}, and the plan is for {self.plan.shape.sequence}",
-                details=(("rule", "tensors are cut whole, together with the tokens"),),
-            )
+            Problem(key=f"shard.tensors[{i}]", what=f"{found}, and {wanted}", details=(rule,))
             for i, x in enumerate((tensor, *tensors))
-            if x.shape[dim] != self.plan.shape.sequence
+            if (found := _other_length(x, dim, self.plan.shape.sequence))
         ]
         if problems:
             raise CallError(problems, self.plan.name)
@@ -223,9 +217,12 @@ class ContextParallel:
             CallError: the tensor does not hold this rank's tokens along `dim`.
         """
         local = self.plan.entry.sequence[self.rank].count
-        if tensor.shape[dim] != local:
-            what = f"has {tensor.shape[dim]} positions along dim {dim}, and this rank holds {local}"
+        if found := _other_length(tensor, dim, local):
+            what = f"{found}, and this rank holds {local}"
             raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
+        if tensor.is_complex():
+            what = f"is {tensor.dtype}, and gradients are summed as real numbers"
+            raise CallError([Problem(key="unshard.tensor", what=what, tries=("torch.view_as_real(...)",))])
         moved = tensor.movedim(dim, 0)
         flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
         together: Tensor = Unshard.apply(flat, self._unshard_operation())
@@ -287,3 +284,10 @@ class ContextParallel:
             detach(site, self)
         self._sites.clear()
         self._is_closed = True
+
+
+def _other_length(x: Tensor, dim: int, length: int) -> str:
+    """In which way a tensor is not so long along a dim; empty where it is."""
+    if not -x.ndim <= dim < x.ndim:
+        return f"has {x.ndim} dims, of which none is {dim}"
+    return "" if x.shape[dim] == length else f"has {x.shape[dim]} positions along dim {dim}"

@@ -60,6 +60,9 @@ def find(modules: Iterable[nn.Module], inputs: Sequence[str]) -> list[tuple[nn.M
     """
     found: dict[int, tuple[nn.Module, Binding]] = {}
     for module in modules:
+        if not isinstance(module, nn.Module):
+            what = f"is given {type(module).__name__}, which is no module"
+            raise CallError([Problem(key="context", what=what)])
         below = {id(m): (m, s.binding) for m in module.modules() if (s := site_of(m, inputs)) is not None}
         if not below:
             known = ", ".join(s.shown or f"{s.module}.{s.name}" for s in SITES if set(s.brings) == set(inputs))

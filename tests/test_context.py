@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_engine
 from cp_engine import Attention, reference
-from cp_engine.errors import CallError, CPError
+from cp_engine.errors import CallError, ConfigError, CPError
 from cp_engine.mask import Band, Mask, mask_of
 from cp_engine.runtime import ContextParallel
 from tests.helpers import plan_of, small
@@ -698,6 +698,19 @@ def test_documents_of_each_call_are_those_that_are_computed() -> None:
         assert_attends(attention, {"kind": "causal"})  # one document
 
 
+def test_a_mask_of_a_call_that_shows_more_than_the_plans_is_refused() -> None:
+    windows = {"kind": "document", "left": 3}
+    attention, cp = Attention(), of_mask(windows)
+    with cp.context(attention):
+        inside = {"kind": "document", "starts": [0, 5], "left": 2}
+        assert_attends(attention, inside, mask=inside)
+        for carried in ({"mask": {"kind": "document", "starts": [0, 5]}}, {}, {"is_causal": False}):
+            with pytest.raises(
+                CallError, match=r"call\.mask  is .*, and shows what the mask of the plan hides: document"
+            ):
+                attention(**random_qkv(), **carried)
+
+
 def test_backward_repeats_the_documents_of_its_own_call() -> None:
     attention, cp = Attention(), of_mask({"kind": "document"})
     masks = [{"kind": "document", "starts": starts} for starts in ([0, 1, 5], [0, 9])]
@@ -817,3 +830,44 @@ def test_gradients_are_summed_once_for_each_step() -> None:
         with pytest.raises(CallError, match="summed in this step already"):
             cp.sum_gradients(model)
         model.zero_grad(set_to_none=True)
+
+
+def rows(*size: int) -> Tensor:
+    return torch.zeros(*size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda e: e.call(None, *qkv()[1:]), "call.q  is missing"),
+        (lambda e: e.call(qkv()[0].tolist(), *qkv()[1:]), "call.q  is missing"),
+        (lambda e: e.call(*(x.to("meta") for x in qkv())), "call.q  is on meta, and the plan runs on cpu"),
+        (lambda e: e.call(*qkv(), scale=float("nan")), "call.scale  must be a finite number, not nan"),
+        (
+            lambda e: e.call(*qkv(), scale=torch.ones((), requires_grad=True)),
+            "call.scale  must be a finite number, not Tensor()",
+        ),
+        (lambda e: e.call(*qkv(), mask=3), "call.mask  must be a mask or its configuration, not 3"),
+        (lambda e: e.shard(rows(2, SEQUENCE), dim=9), "shard.tensors[0]  has 2 dims, of which none is 9"),
+        (lambda e: e.unshard(rows(SEQUENCE)), "unshard.tensor  has 1 dims, of which none is 1"),
+        (lambda e: e.unshard(rows(2, SEQUENCE).to(torch.complex128)), "torch.view_as_real"),
+        (lambda e: e.context(None).__enter__(), "context  is given NoneType, which is no module"),
+    ],
+)
+def test_misuse_of_an_engine_is_refused_by_name(use: Callable[[ContextParallel], object], said: str) -> None:
+    with pytest.raises(CallError) as caught:
+        use(of_mask("causal"))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"overrides": "cp.degree=2"}, "try  overrides=['cp.degree=2']"),
+        ({"device": "gpu"}, "device  'gpu' is no type of device"),
+    ],
+)
+def test_misuse_of_compile_is_refused_by_name(named: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cp_engine.compile("none", mesh=None, sequence=8, heads=2, head_dim=4, **named)  # type: ignore[arg-type]
+    assert said in str(caught.value)

@@ -129,6 +129,10 @@ def test_flavor_whose_calls_bring_documents_is_accepted_with_masks_from_calls(ch
     job.check(config)
     config["mask"] = {**documents, "starts": [0, 5]}  # of every call the same: the model's calls are not
     assert "mask=document" in str(refused(config)["mask"].tries)
+    config["mask"] = {**documents, "causal": False, "left": 5}
+    found = refused(config)
+    assert set(found) == {"mask.causal", "mask.left"} and "has no effect" in found["mask.left"].what
+    assert found["mask.left"].tries == ("mask.left=null",) and found["mask.causal"].tries == ("mask.causal=true",)
 
 
 def test_all_problems_are_reported_together(changed: Callable[..., Config]) -> None:
