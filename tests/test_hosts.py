@@ -132,7 +132,10 @@ def check_refusals() -> None:
     local = [engine.shard(x, dim=2) for x in tensors]
     cases = [
         ({"block_mask": own}, r"call\.block_mask  holds the mask function .*lambda"),
-        ({"block_mask": windowed}, r"call\.mask  is window, and the plan was proved for the mask causal"),
+        (
+            {"block_mask": windowed},
+            r"call\.mask  is window \(left 4, right \d+\), and the plan was proved for the mask causal",
+        ),
         ({"block_mask": causal, "score_mod": lambda score, b, h, q, k: score}, r"call\.score_mod"),
         ({"block_mask": causal, "return_lse": True}, r"call\.return_lse"),
         ({"block_mask": None}, r"call\.is_causal  is False"),
