@@ -1,6 +1,7 @@
 """What a person sees of a running job: progress from metrics.jsonl, the ranks' lines if asked, a closing summary."""
 
 import json
+import os
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Tail:
-    """The complete lines that were appended to a file since the last look.
+    """The complete lines that were appended to a file since the last look; all of them where it is another file by now.
 
     Args:
         path: the file; it may not exist yet.
@@ -23,13 +24,15 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def lines(self) -> list[str]:
         """New lines, without one that is still being written."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                self._offset, self._inode = 0, inode
             file.seek(self._offset)
             text = file.read()
         text = text[: text.rfind(b"\n") + 1]
@@ -53,7 +56,7 @@ class Watch:
         self.rows: list[Mapping[str, float]] = []
         self._steps, self._ranks, self._output_dir = steps, ranks, output_dir
         self._metrics = Tail(output_dir / "metrics.jsonl")
-        self._metrics.lines()  # a folder that is used again already has rows
+        self._before = set(self._metrics.lines())  # a folder that is used again already has rows
         self._logs = {rank: Tail(log_path(output_dir, rank)) for rank in range(ranks)} if verbose else {}
         self._console = Console(file=out, highlight=False, soft_wrap=True)
         has_bar = is_live and self._console.is_terminal and not verbose
@@ -85,7 +88,7 @@ class Watch:
         sent = statistics.median(row["cp_bytes_sent"] for row in self.rows)
         seconds = sum(row["seconds"] for row in self.rows)
         is_each = self._steps - first["step"] + 1 == len(self.rows)
-        steps = f"{len(self.rows)} steps, {seconds:.1f} s in steps"
+        steps = f"{len(self.rows)} step{'s' * (len(self.rows) != 1)}, {seconds:.1f} s in steps"
         logged = f"step {self._steps}; {len(self.rows)} logged (titan.metrics.log_freq), {seconds:.1f} s in those"
         return "\n".join(
             [
@@ -106,7 +109,8 @@ class Watch:
             for line in log.lines():
                 self._print(f"[{rank}] {line}")
         for line in self._metrics.lines():
-            self._show(json.loads(line))
+            if line not in self._before:
+                self._show(json.loads(line))
 
     def _show(self, row: Mapping[str, float]) -> None:
         self.rows.append(row)

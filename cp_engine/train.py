@@ -150,7 +150,10 @@ def _writer(config: Mapping[str, object], finish: ExitStack) -> Callable[["StepR
     def write(report: "StepReport") -> None:
         if not opened:  # a run that continues in its own folder repeats the steps after its checkpoint
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-            path.write_text("".join(line for line in lines if json.loads(line)["step"] < report.step), encoding="utf-8")
+            kept = [line for line in lines if json.loads(line)["step"] < report.step]
+            if kept != lines:  # as a new file, which tells the one that follows it
+                path.with_suffix(".new").write_text("".join(kept), encoding="utf-8")
+                path.with_suffix(".new").replace(path)
             opened.append(finish.enter_context(path.open("a", encoding="utf-8")))
         row = {name: value for name, value in asdict(report).items() if value is not None}  # most steps do not validate
         opened[0].write(json.dumps(row) + "\n")
