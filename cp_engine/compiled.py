@@ -1,7 +1,7 @@
 """A composition inside torch.compile: one custom operator forward and one backward, which the compiler does not look into.
 
 Tracing through the composition would freeze every exchange into the graph as it is; as an operator it runs the code that eager mode
-runs, with the same packing, overlap and counts. An operator takes tensors and numbers, so a program is known to it by a number.
+runs, with the same packing, overlap and counts. An operator takes tensors, numbers and texts, so a program is known to it by a name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,28 +28,29 @@ class Planned(Protocol):
         """Refuses a call that differs from the plan, or that a graph cannot hold."""
 
 
-_PLANNED: WeakValueDictionary[int, Planned] = WeakValueDictionary()  # the only way to name an object in a graph
+_PLANNED: WeakValueDictionary[str, Planned] = WeakValueDictionary()  # the only way to name an object in a graph
 
 
-def number_of(planned: Planned) -> int:
-    """The number by which operators in a graph know a plan, for as long as it lives.
+def name_of(planned: Planned) -> str:
+    """The name by which operators in a graph know a plan, for as long as it lives.
 
-    It follows from the plan and the rank: compilers keep graphs on disk by their constants, and a graph has the plan's sizes in it.
+    It follows from the plan and the rank: compilers keep graphs on disk by their constants, and a graph has the plan's sizes in it. It
+    is a text, which is always a constant: a number that differs between calls becomes a variable of the graph.
     """
     text = f"{planned.plan.fingerprint} {planned.program.target.ranks}"
     number = int(sha256(text.encode()).hexdigest()[:12], 16)
-    while number in _PLANNED:  # another engine with the same plan
+    while f"{number:x}" in _PLANNED:  # another engine with the same plan
         number += 1
-    _PLANNED[number] = planned
-    return number
+    _PLANNED[f"{number:x}"] = planned
+    return f"{number:x}"
 
 
-def attend(call: Call, number: int, scale: float) -> Tensor:
+def attend(call: Call, plan: str, scale: float) -> Tensor:
     """Attends, as one operator; it checks the call when the graph is made.
 
     Args:
         call: of one rank.
-        number: of the plan.
+        plan: its name.
         scale: factor on the scores.
 
     Returns:
@@ -58,15 +59,15 @@ def attend(call: Call, number: int, scale: float) -> Tensor:
     given = {**call.tensors, **call.parameters}
     mask = ("full", "causal")[call.mask] if isinstance(call.mask, bool) else "another mask"
     arguments = ",".join(given), ",".join(call.parameters), mask, call.enable_gqa
-    results: list[Tensor] = torch.ops.cp_engine.attend(list(given.values()), *arguments, number, scale)
+    results: list[Tensor] = torch.ops.cp_engine.attend(list(given.values()), *arguments, plan, scale)
     return results[0]
 
 
 @torch.library.custom_op("cp_engine::attend", mutates_args=())
 def _attend(
-    inputs: Sequence[Tensor], names: str, parameters: str, mask: str, enable_gqa: bool, number: int, scale: float
+    inputs: Sequence[Tensor], names: str, parameters: str, mask: str, enable_gqa: bool, plan: str, scale: float
 ) -> list[Tensor]:
-    program = _PLANNED[number].program
+    program = _PLANNED[plan].program
     given = dict(zip(names.split(","), inputs, strict=True))
     program.compiled_runs += 1
     record = program.forward({name: [given[name]] for name in program.inputs}, scale)
@@ -77,9 +78,9 @@ def _attend(
 
 @_attend.register_fake
 def _(
-    inputs: Sequence[Tensor], names: str, parameters: str, mask: str, enable_gqa: bool, number: int, scale: float
+    inputs: Sequence[Tensor], names: str, parameters: str, mask: str, enable_gqa: bool, plan: str, scale: float
 ) -> list[Tensor]:
-    planned, given = _PLANNED[number], dict(zip(names.split(","), inputs, strict=True))
+    planned, given = _PLANNED[plan], dict(zip(names.split(","), inputs, strict=True))
     own = {n: x for n, x in given.items() if n in parameters.split(",")}
     tensors = {n: x for n, x in given.items() if n not in own}
     carried = mask if mask == "another mask" else mask == "causal"
@@ -91,9 +92,9 @@ def _(
 
 @torch.library.custom_op("cp_engine::attend_backward", mutates_args=())
 def _attend_backward(
-    dout: Tensor, inputs: Sequence[Tensor], names: str, made: Sequence[Tensor], number: int, scale: float
+    dout: Tensor, inputs: Sequence[Tensor], names: str, made: Sequence[Tensor], plan: str, scale: float
 ) -> list[Tensor]:
-    program, rest = _PLANNED[number].program, iter(made)
+    program, rest = _PLANNED[plan].program, iter(made)
     given = dict(zip(names.split(","), inputs, strict=True))
     saved = tuple(next(rest) if isinstance(s, Sketch) else given[s] for s in _saved(program, given))
     program.backwards += 1
@@ -103,7 +104,7 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(
-    dout: Tensor, inputs: Sequence[Tensor], names: str, made: Sequence[Tensor], number: int, scale: float
+    dout: Tensor, inputs: Sequence[Tensor], names: str, made: Sequence[Tensor], plan: str, scale: float
 ) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
@@ -132,11 +133,11 @@ def _saved(program: Program, given: Mapping[str, Tensor]) -> list[Sketch | str]:
 
 def _setup(
     ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[Sequence[Tensor], str, str, str, bool, int, float],
+    inputs: tuple[Sequence[Tensor], str, str, str, bool, str, float],
     output: list[Tensor],
 ) -> None:
-    tensors, names, *_, number, scale = inputs
-    ctx.names, ctx.number, ctx.scale, ctx.count = names, number, scale, len(tensors)  # type: ignore[attr-defined]
+    tensors, names, *_, plan, scale = inputs
+    ctx.names, ctx.plan, ctx.scale, ctx.count = names, plan, scale, len(tensors)  # type: ignore[attr-defined]
     ctx.save_for_backward(*tensors, *output[1:])
 
 
@@ -144,9 +145,9 @@ def _backward(
     ctx: torch.autograd.function.FunctionCtx, grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], None, None, None, None, None, None]:
     tensors: Sequence[Tensor] = ctx.saved_tensors  # type: ignore[attr-defined]
-    n, number, scale = ctx.count, ctx.number, ctx.scale  # type: ignore[attr-defined]
+    n, plan, scale = ctx.count, ctx.plan, ctx.scale  # type: ignore[attr-defined]
     inputs, made = list(tensors[:n]), list(tensors[n:])
-    found = torch.ops.cp_engine.attend_backward(grads[0], inputs, ctx.names, made, number, scale)  # type: ignore[attr-defined]
+    found = torch.ops.cp_engine.attend_backward(grads[0], inputs, ctx.names, made, plan, scale)  # type: ignore[attr-defined]
     return found, None, None, None, None, None, None
 
 

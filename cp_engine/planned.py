@@ -40,7 +40,7 @@ class PlannedAttention:
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self._target = plan, target
         self.program = Program(plan, target)
-        self._number = compiled.number_of(self)
+        self._name = compiled.name_of(self)
         self._of_masks: OrderedDict[Mask, Program] = OrderedDict()
         self._read = deque[tuple[object, int, tuple[Mask, ...]]](
             maxlen=4
@@ -109,7 +109,7 @@ class PlannedAttention:
     def attend_compiled(self, call: Call) -> Tensor:
         """The same while torch.compile traces: one operator of the graph, which checks the call when the graph is made."""
         scale = self.plan.shape.head_dim**-0.5 if call.scale is None else call.scale
-        return compiled.attend(call, self._number, scale)
+        return compiled.attend(call, self._name, scale)
 
     def require_in_graph(self, call: Call) -> None:
         """Refuses a call that differs from the plan, or that a graph, which is made once, cannot hold; raises CallError."""

@@ -126,3 +126,29 @@ def check_refusals() -> None:
 
 def test_what_a_graph_cannot_hold_is_refused_by_name(two):
     two.run(check_refusals)
+
+
+class Scaled(nn.Module):
+    """Attention with a scale that changes from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scale = cp_engine.Attention(), 1.0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention(q, k, v, scale=self.scale) * 2
+
+
+def test_scales_and_engines_of_one_compiled_module_may_change() -> None:
+    torch.compiler.reset()
+    engines = [cp_engine.compile("none", mesh=None, sequence=16, heads=2, head_dim=8) for _ in range(2)]
+    module = Scaled()
+    compiled = torch.compile(module, backend="aot_eager")
+    q, k, v = torch.randn(3, 1, 2, 16, 8)
+    for engine, scale in ((0, 0.5), (0, 0.25), (1, 0.5), (0, 0.125), (1, 0.7)):
+        module.scale = scale
+        with engines[engine].context(module):
+            out = compiled(q, k, v)
+        wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) * 2
+        torch.testing.assert_close(out, wanted)
+        assert engines[engine]._attention.runs_in_graphs
