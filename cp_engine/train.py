@@ -17,8 +17,9 @@ import torch.distributed as dist
 from cp_engine import data
 from cp_engine.devices import of_tensors, operators_of
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.integrations.torchtitan import checkpoint_of, titan_value
+from cp_engine.integrations.torchtitan import titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.integrations.torchtitan_resume import checkpoint_of
 from cp_engine.job import shape_of
 from cp_engine.progress import log_path
 from cp_engine.schema import degree_of, plan_from_config

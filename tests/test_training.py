@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from cp_engine import elastic, job, train, verify_training, world
 from cp_engine.comparison import Comparison, Record, compare, read
 from cp_engine.errors import ConfigError
-from cp_engine.integrations import torchtitan
+from cp_engine.integrations import torchtitan, torchtitan_resume
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -333,8 +333,8 @@ def checkpoint(folder: Path, *entries: str) -> Path:
 def test_checkpoint_of_takes_the_newest_step(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         newest = checkpoint(tmp_path / "checkpoint" / f"step-{step}", "train_state.step", "weight")
-    assert torchtitan.checkpoint_of(str(tmp_path), "checkpoint").name == "step-10"
-    assert torchtitan.checkpoint_of(str(newest), "checkpoint") == newest.resolve()
+    assert torchtitan_resume.checkpoint_of(str(tmp_path), "checkpoint").name == "step-10"
+    assert torchtitan_resume.checkpoint_of(str(newest), "checkpoint") == newest.resolve()
 
 
 def test_check_refuses_to_resume_from_weights_alone(tmp_path: Path) -> None:
@@ -352,10 +352,24 @@ def test_check_refuses_to_resume_from_nothing(tmp_path: Path, folder: str) -> No
 
 
 def test_check_refuses_two_names_for_what_to_load(tmp_path: Path) -> None:
-    old = checkpoint(tmp_path / "checkpoint" / "step-2", "train_state.step")
+    old = checkpoint(tmp_path / "checkpoint" / "step-1", "train_state.step")
     config = configured(tmp_path / "new", f"launch.resume={tmp_path}", f"+titan.checkpoint.initial_load_path={old}")
     (problem,) = torchtitan.check(config)
     assert problem.key == "launch.resume" and "titan.checkpoint.initial_load_path" in problem.what
+
+
+def test_check_refuses_to_resume_another_job(tmp_path: Path) -> None:
+    places = (f"dataloader.dp_rank_{rank}" for rank in range(2))
+    checkpoint(tmp_path / "checkpoint" / "step-20", "train_state.step", *places)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("titan: {model: {name: llama3, flavor: debugmodel}}")
+    found = {p.key: p for p in torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}"))}
+    shards = "titan.parallelism.data_parallel_shard_degree"
+    assert set(found) == {"titan.training.steps", "titan.model.name", shards}
+    assert "is at step 20" in found["titan.training.steps"].what and "is of llama3" in found["titan.model.name"].what
+    assert found[shards].tries == (f"{shards}=2",) and found["titan.training.steps"].tries == (
+        "titan.training.steps=30",
+    )
 
 
 # --- what the job may not ask for ---

@@ -1,14 +1,12 @@
 """What a torchtitan 0.2.2 job may ask for; nothing here imports torchtitan, so the launcher can check it first."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from cp_engine import data, world
-from cp_engine.errors import ConfigError, Problem
-from cp_engine.integrations import torchtitan_packages
+from cp_engine.errors import Problem
+from cp_engine.integrations import torchtitan_packages, torchtitan_resume
 from cp_engine.keys import value_of
 from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of, read
@@ -77,7 +75,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         *_indexer_problems(config),
         *_compile_problems(config),
         *_expert_problems(config),
-        *_check_resume(config),
+        *torchtitan_resume.check(config),
     ]
 
 
@@ -205,73 +203,3 @@ def _expert_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         ranks = shards * tensor // cut
         what, tries = f"{experts} does not divide {ranks} ranks", (f"{key}={ranks}", f"{key}=1")
         yield Problem(key=key, what=what, details=(rule,), tries=tries)
-
-
-def _check_resume(config: Mapping[str, object]) -> list[Problem]:
-    launch = config.get("launch", {})
-    assert isinstance(launch, Mapping)
-    resume = launch.get("resume")
-    if resume is None:
-        return []
-    problems = []
-    initial = titan_value(config, "checkpoint.initial_load_path")
-    if initial is not None:
-        what = f"{resume} and titan.checkpoint.initial_load_path={initial} both name what to load"
-        problems.append(
-            Problem(key="launch.resume", what=what, tries=("launch.resume=null", "~titan.checkpoint.initial_load_path"))
-        )
-    try:
-        checkpoint_of(str(resume), str(titan_value(config, "checkpoint.folder", "checkpoint")))
-    except ConfigError as error:
-        problems += error.problems
-    return problems
-
-
-def checkpoint_of(resume: str, folder: str) -> Path:
-    """The checkpoint that `launch.resume` means.
-
-    Args:
-        resume: output folder of an earlier run, or one of its `step-N` folders.
-        folder: `titan.checkpoint.folder`.
-
-    Returns:
-        The `step-N` folder: the one named, or the newest of the run.
-
-    Raises:
-        ConfigError: there is none, or it holds only weights.
-    """
-    base = Path(resume)
-    found = (
-        [base]
-        if _is_checkpoint(base)
-        else sorted((step for step in (base / folder).glob("step-*") if _is_checkpoint(step)), key=_step)
-    )
-    if not found:
-        what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
-        rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
-        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),))])
-    full = [step for step in found if _holds_training_state(step)]
-    if found[-1] not in full:
-        what = f"{found[-1]} holds weights only: no optimizer, no step, no place in the data"
-        rule = "the last step of a run is saved whole with titan.checkpoint.last_save_model_only=false"
-        tries = (
-            *(f"launch.resume={step}" for step in full[-1:]),
-            f"titan.checkpoint.enable=true titan.checkpoint.initial_load_path={found[-1]}",
-        )
-        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),), tries=tries)])
-    return found[-1].resolve()
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return _step(folder) >= 0 and (folder / ".metadata").is_file()
-
-
-def _step(folder: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", folder.name)
-    return int(match.group(1)) if match else -1
-
-
-def _holds_training_state(folder: Path) -> bool:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # here: most jobs resume from nothing
-
-    return any(name.startswith("train_state") for name in FileSystemReader(folder).read_metadata().state_dict_metadata)

@@ -1,0 +1,117 @@
+"""`launch.resume`: which checkpoint it means, and whether the job can continue from it; nothing here imports torchtitan."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from cp_engine import world
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.keys import lookup, value_of
+
+DATA = re.compile(r"dataloader\.dp_rank_(\d+)")
+"""The place in the data of one data-parallel rank."""
+SAVED = Path(".hydra", "config.yaml")
+"""What a run was told, in its folder."""
+
+
+def check(config: Mapping[str, object]) -> list[Problem]:
+    """Why the job cannot continue from what `launch.resume` names.
+
+    Args:
+        config: the whole composed configuration.
+
+    Returns:
+        One problem per fault; none without `launch.resume`.
+    """
+    resume = lookup(config, "launch.resume")
+    if not isinstance(resume, str):
+        return []
+    problems, initial = list[Problem](), lookup(config, "titan.checkpoint.initial_load_path")
+    if isinstance(initial, str):
+        what = f"{resume} and titan.checkpoint.initial_load_path={initial} both name what to load"
+        tries = ("launch.resume=null", "~titan.checkpoint.initial_load_path")
+        problems.append(Problem(key="launch.resume", what=what, tries=tries))
+    try:
+        found = checkpoint_of(resume, str(value_of(config, "titan.checkpoint.folder")))
+    except ConfigError as error:
+        return [*problems, *error.problems]
+    return [*problems, *_of_another_job(config, found)]
+
+
+def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[Problem]:
+    """What every rank would find out for itself, after the start."""
+    step, steps = _step(checkpoint), value_of(config, "titan.training.steps")
+    if isinstance(steps, int) and step >= steps:
+        what = f"is {steps}, and {checkpoint} is at step {step}"
+        yield Problem(key="titan.training.steps", what=what, tries=(f"titan.training.steps={step + 10}",))
+    ranks = sum(DATA.fullmatch(name) is not None for name in _names(checkpoint))
+    if ranks and ranks != (wanted := world.data_parallel(config)):
+        what = f"is {wanted} data-parallel ranks, and {checkpoint} has the place in the data of {ranks}"
+        key, copies = "titan.parallelism.data_parallel_shard_degree", "titan.parallelism.data_parallel_replicate_degree"
+        shards = ranks // int(str(value_of(config, copies))) or 1
+        yield Problem(key=key, what=what, tries=(f"{key}={shards}",))
+    saved = checkpoint.parent.parent / SAVED
+    if not saved.is_file():
+        return
+    told = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    for key, option in (("titan.model.name", "model"), ("titan.model.flavor", "titan.model.flavor")):
+        before, now = lookup(told, key), value_of(config, key)
+        if isinstance(before, str) and before != now:
+            yield Problem(key=key, what=f"is {now}, and {checkpoint} is of {before}", tries=(f"{option}={before}",))
+
+
+def checkpoint_of(resume: str, folder: str) -> Path:
+    """The checkpoint that `launch.resume` means.
+
+    Args:
+        resume: output folder of an earlier run, or one of its `step-N` folders.
+        folder: `titan.checkpoint.folder`.
+
+    Returns:
+        The `step-N` folder: the one named, or the newest of the run.
+
+    Raises:
+        ConfigError: there is none, or it holds only weights.
+    """
+    base = Path(resume)
+    found = (
+        [base]
+        if _is_checkpoint(base)
+        else sorted((step for step in (base / folder).glob("step-*") if _is_checkpoint(step)), key=_step)
+    )
+    if not found:
+        what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
+        rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
+        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),))])
+    full = [step for step in found if _holds_training_state(step)]
+    if found[-1] not in full:
+        what = f"{found[-1]} holds weights only: no optimizer, no step, no place in the data"
+        rule = "the last step of a run is saved whole with titan.checkpoint.last_save_model_only=false"
+        tries = (
+            *(f"launch.resume={step}" for step in full[-1:]),
+            f"titan.checkpoint.enable=true titan.checkpoint.initial_load_path={found[-1]}",
+        )
+        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),), tries=tries)])
+    return found[-1].resolve()
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return _step(folder) >= 0 and (folder / ".metadata").is_file()
+
+
+def _step(folder: Path) -> int:
+    match = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(match.group(1)) if match else -1
+
+
+def _holds_training_state(folder: Path) -> bool:
+    return any(name.startswith("train_state") for name in _names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    """Of everything that a checkpoint holds."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # here: most jobs resume from nothing
+
+    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
