@@ -63,7 +63,17 @@ def _is_whole(row: Mapping[str, object], size: str) -> bool:
 
 
 def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """What the comparison with dense attention would ignore."""
+    """What a comparison, or a mode that trains nothing, would ignore."""
+    if (
+        config["mode"] in ("explain", "verify")
+        and not needs_ranks(config)
+        and lookup(config, "launch.resume") is not None
+    ):
+        what = f"is {lookup(config, 'launch.resume')}, and only a run continues from a checkpoint"
+        yield Problem(key="launch.resume", what=what, tries=("launch.resume=null",))
+    if config["mode"] == "verify" and needs_ranks(config) and value_of(config, "verify.target") == "ranks":
+        what = "is ranks, and verify.level=training has ranks of its own"
+        yield Problem(key="verify.target", what=what, tries=("verify.target=process",))
     if config["mode"] != "verify" or needs_ranks(config):
         return
     if value_of(config, "launch.device") == devices.REHEARSAL:

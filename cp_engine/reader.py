@@ -11,6 +11,9 @@ from cp_engine.primitives import Order, installed
 
 P = TypeVar("P", Order, Step)
 
+MOST_RANKS = 8192
+"""A plan has tables of ranks x ranks."""
+
 
 class Reader:
     """Collects problems while reading."""
@@ -85,6 +88,9 @@ class Reader:
             return mesh
         for key, degree in (("cp.degree", cp.get("degree")), ("the device mesh", world_degree)):
             mesh = self._resized(mesh, key, degree)
+        if mesh.degree > MOST_RANKS:
+            key = "cp.mesh" if given is None else "cp.degree"
+            self.add(key, f"asks for {mesh.degree} ranks, and a plan is for at most {MOST_RANKS}")
         return mesh
 
     def _resized(self, mesh: Mesh, key: str, degree: object) -> Mesh:

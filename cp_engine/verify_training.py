@@ -9,6 +9,7 @@ from cp_engine import devices, elastic, world
 from cp_engine.comparison import compare, show
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan import titan_value
+from cp_engine.keys import shape_row
 from cp_engine.schema import degree_of
 from cp_engine.train import rank_process, section, titan_of, train_composition
 
@@ -44,6 +45,10 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         if dtype != "float32":
             what = f"is {dtype}; both runs are compared in float32, where a difference means something"
             problems.append(Problem(key=key, what=what, tries=(f"{key}=float32",)))
+    attention, device = shape_row(config).get("attention", "sdpa"), str(section(config, "launch")["device"])
+    if attention != "sdpa" and devices.of_tensors(devices.resolve(device, 1) if device == "auto" else device) == "cpu":
+        what = f"attends with {attention}, which torchtitan alone cannot train with on a CPU"
+        problems.append(Problem(key="titan.model.flavor", what=what, tries=("verify.level=attention",)))
     if section(config, "launch").get("resume") is not None:
         what = "the comparison starts from weights of its own"
         problems.append(Problem(key="launch.resume", what=what, tries=("launch.resume=null",)))

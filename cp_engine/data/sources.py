@@ -44,6 +44,10 @@ def check(config: Mapping[str, object]) -> list[Problem]:
             Problem(key="data.field", what=f"must be the name of a field, not {field!r}", tries=("data.field=text",))
         )
     elif path is None:
+        if field != "text":
+            what = f"is {field}, and the built-in text has no fields"
+            tries = ("data.path=<folder of .jsonl files>", "data.field=text")
+            problems.append(Problem(key="data.field", what=what, tries=tries))
         if not _library_files():
             what = f"the built-in text needs the standard library's sources, and {_library()} has none"
             problems.append(Problem(key="data.path", what=what, tries=("data.path=<folder of .jsonl files>",)))

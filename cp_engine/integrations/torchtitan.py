@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from math import isfinite
 
 from cp_engine import data, world
-from cp_engine.errors import Problem
+from cp_engine.errors import Problem, suggest
 from cp_engine.integrations import torchtitan_packages, torchtitan_resume
 from cp_engine.keys import value_of
 from cp_engine.mask import is_from_call
@@ -21,6 +22,9 @@ STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
         "titan.job.custom_config_module=...",
     ),
 )
+
+
+OPTIMIZERS = ("Adam", "AdamW")
 
 
 def titan_value(config: Mapping[str, object], key: str, default: object = None) -> object:
@@ -68,6 +72,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     if in_hf and titan_value(config, "checkpoint.enable") and find_spec("safetensors") is None:
         what = "is true, and the package safetensors is not installed"
         problems.append(Problem(key=f"titan.checkpoint.{in_hf[0]}", what=what, tries=("pip install safetensors",)))
+    problems += _value_problems(config)
     return [
         *problems,
         *torchtitan_packages.check(config),
@@ -77,6 +82,24 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         *_expert_problems(config),
         *torchtitan_resume.check(config),
     ]
+
+
+def _value_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Values that every rank would refuse."""
+    name, rate = titan_value(config, "optimizer.name", "AdamW"), titan_value(config, "optimizer.lr", 0.0)
+    if name not in OPTIMIZERS and not value_of(config, "titan.job.custom_config_module"):
+        near = suggest(str(name), OPTIMIZERS) or OPTIMIZERS[-1]
+        details = (("allowed", ", ".join(OPTIMIZERS)),)
+        key = "titan.optimizer.name"
+        yield Problem(
+            key=key, what=f"{name!r} is no optimizer of torchtitan", details=details, tries=(f"{key}={near}",)
+        )
+    if not (isinstance(rate, int | float) and isfinite(rate) and rate >= 0):
+        yield Problem(key="titan.optimizer.lr", what=f"is {rate}, and a learning rate is a number from 0")
+    if isinstance(every := titan_value(config, "training.gc_freq", 1), int) and every < 1:
+        yield Problem(
+            key="titan.training.gc_freq", what=f"is {every}, less than 1 step", tries=("titan.training.gc_freq=50",)
+        )
 
 
 def _byte_problems(config: Mapping[str, object]) -> Iterator[Problem]:
