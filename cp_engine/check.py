@@ -228,7 +228,7 @@ def _error(refused: Refused, step: Step, composition: Composition, state: State,
     key = f"cp.steps.{step.name}"
     names = [s.name for s in composition.steps]
     here = names.index(step.name)
-    free = next(name for name in ("gather", *(f"gather_{i}" for i in range(1, len(names) + 1))) if name not in names)
+    free = next(name for name in ("added", *(f"added_{i}" for i in range(1, len(names) + 1))) if name not in names)
     words = {
         "{key}": key,
         "{name}": step.name,

@@ -79,7 +79,11 @@ def test_own_strategy_is_one_that_no_preset_has_and_is_right(folder: Path, capsy
 def test_refusal_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (arguments,) = (a for a in commands(README) if REFUSED_STEP in a)
     assert cli.run(arguments) == 1
-    assert capsys.readouterr().err.strip() in [block.strip() for block in blocks(README, "text")]
+    refusal = capsys.readouterr().err
+    assert refusal.strip() in [block.strip() for block in blocks(README, "text")]
+    (line,) = re.findall(r"^ +try +(.+)$", refusal, flags=re.MULTILINE)
+    assert cli.run([*arguments, *shlex.split(line), "mode=explain"]) == 0  # pasted behind the command
+    assert "proved" in capsys.readouterr().out
 
 
 def test_verification_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
