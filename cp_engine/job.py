@@ -63,14 +63,7 @@ def _is_whole(row: Mapping[str, object], size: str) -> bool:
 
 
 def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """What a comparison, or a mode that trains nothing, would ignore."""
-    if (
-        config["mode"] in ("explain", "verify")
-        and not needs_ranks(config)
-        and lookup(config, "launch.resume") is not None
-    ):
-        what = f"is {lookup(config, 'launch.resume')}, and only a run continues from a checkpoint"
-        yield Problem(key="launch.resume", what=what, tries=("launch.resume=null",))
+    """What a comparison would ignore."""
     if config["mode"] == "verify" and needs_ranks(config) and value_of(config, "verify.target") == "ranks":
         what = "is ranks, and verify.level=training has ranks of its own"
         yield Problem(key="verify.target", what=what, tries=("verify.target=process",))
