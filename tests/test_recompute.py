@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_engine
+from cp_engine import planned
 from tests.gloo import World, world
 
 SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
@@ -235,6 +236,21 @@ def check_same_on_one_rank(is_swapped: bool) -> None:
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_passes_that_are_alike_on_one_rank_keep_a_record_each(two, is_swapped):
     two.run(check_same_on_one_rank, is_swapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_digest_tells_numbers_in_other_places_apart(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for width in (8, 7):  # whole words of eight bytes, and not
+        for _ in range(200):
+            x = torch.ones(1, 1, 9, width, dtype=dtype)
+            (a, b), (c, d) = (torch.randperm(n, generator=generator)[:2] for n in (9, width))
+            y = x.clone()
+            x[0, 0, a, c] = x[0, 0, b, d] = y[0, 0, a, d] = y[0, 0, b, c] = 5  # the same rows and columns, sorted
+            assert planned._print(x) != planned._print(y)
+    z = torch.randn(2, 3, 9, 8, dtype=dtype)
+    assert planned._print(z) == planned._print(z.transpose(1, 2).contiguous().transpose(1, 2))
+    assert planned._print(z[1:]) == planned._print(z[1:].clone()) and planned._print(z[:0]) == 0
 
 
 def check_released() -> None:
