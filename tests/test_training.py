@@ -362,10 +362,12 @@ def test_check_refuses_to_resume_another_job(tmp_path: Path) -> None:
     places = (f"dataloader.dp_rank_{rank}" for rank in range(2))
     checkpoint(tmp_path / "checkpoint" / "step-20", "train_state.step", *places)
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("titan: {model: {name: llama3, flavor: debugmodel}}")
+    saved = "titan: {model: {name: llama3, flavor: debugmodel}}\ndata: {dataset: null, path: text, field: text}"
+    (tmp_path / ".hydra" / "config.yaml").write_text(saved)
     found = {p.key: p for p in torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}"))}
     shards = "titan.parallelism.data_parallel_shard_degree"
-    assert set(found) == {"titan.training.steps", "titan.model.name", shards}
+    assert set(found) == {"titan.training.steps", "titan.model.name", "data.path", shards}
+    assert "is null, and" in found["data.path"].what and found["data.path"].tries[0] == "data.path=text"
     assert "is at step 20" in found["titan.training.steps"].what and "is of llama3" in found["titan.model.name"].what
     assert found[shards].tries == (f"{shards}=2",) and found["titan.training.steps"].tries == (
         "titan.training.steps=30",

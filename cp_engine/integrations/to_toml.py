@@ -12,6 +12,8 @@ from cp_engine.schema import degree_of
 
 FREE = ("name", "degree", "mesh", "layout")
 """Keys of a composition in which it may differ from the preset that a TOML asks for."""
+FEW = 4
+"""Differences from a shipped preset that are named; a composition with more is another one."""
 
 
 def toml_text(config: Mapping[str, object]) -> str:
@@ -90,8 +92,8 @@ def _asked(
     """The keys that ask for a composition, and what is wrong with it."""
     presets = [preset for preset in rules.presets if _is_like(cp, compose(preset))]
     if not presets:
-        near = [(preset, _differences(cp, compose(preset))) for preset in rules.presets if preset == cp.get("name")]
-        details = [("differs", f"{', '.join(keys)} from {preset} as shipped") for preset, keys in near]
+        near = min(((_differences(cp, compose(p)), p) for p in rules.presets), key=lambda x: len(x[0]))
+        details = [("differs", f"{', '.join(near[0])} from {near[1]} as shipped")] if len(near[0]) <= FEW else []
         what = f"{cp.get('name')} is no composition that a TOML can ask for"
         allowed = ("allowed", ", ".join(rules.presets))
         return {}, [Problem(key="cp", what=what, details=(*details, allowed))]

@@ -96,6 +96,9 @@ def _value_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         )
     if not (isinstance(rate, int | float) and isfinite(rate) and rate >= 0):
         yield Problem(key="titan.optimizer.lr", what=f"is {rate}, and a learning rate is a number from 0")
+    if titan_value(config, "metrics.enable_wandb") is True and find_spec("wandb") is None:
+        what, key = "is true, and the package wandb is not installed", "titan.metrics.enable_wandb"
+        yield Problem(key=key, what=what, tries=("pip install wandb", f"{key}=false"))
     if isinstance(every := titan_value(config, "training.gc_freq", 1), int) and every < 1:
         yield Problem(
             key="titan.training.gc_freq", what=f"is {every}, less than 1 step", tries=("titan.training.gc_freq=50",)

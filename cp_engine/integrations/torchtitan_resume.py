@@ -8,7 +8,7 @@ import yaml
 
 from cp_engine import world
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.keys import lookup, value_of
+from cp_engine.keys import ABSENT, lookup, value_of
 
 DATA = re.compile(r"dataloader\.dp_rank_(\d+)")
 """The place in the data of one data-parallel rank."""
@@ -60,6 +60,12 @@ def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[
         before, now = lookup(told, key), value_of(config, key)
         if isinstance(before, str) and before != now:
             yield Problem(key=key, what=f"is {now}, and {checkpoint} is of {before}", tries=(f"{option}={before}",))
+    for key in ("data.dataset", "data.path", "data.field"):
+        before, now = (lookup(node, key) for node in (told, config))
+        if ABSENT not in (before, now) and before != now:
+            what = f"is {now or 'null'}, and {checkpoint} holds a place in the text of {before or 'null'}"
+            weights = f"launch.resume=null titan.checkpoint.enable=true titan.checkpoint.initial_load_path={checkpoint}"
+            yield Problem(key=key, what=what, tries=(f"{key}={before or 'null'}", weights))
 
 
 def checkpoint_of(resume: str, folder: str) -> Path:
