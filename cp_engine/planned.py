@@ -135,10 +135,9 @@ class PlannedAttention:
         told = (scale, *given, *(self._masks(call) if self.plan.is_mask_from_call else ()))
         kept = [memo for memo in passed if memo.record is not None and memo.prints is not None]
         matches = [m.told == told and m.prints is not None and torch.equal(m.prints, prints) for m in kept]
-        if (
-            kept and self._target.communicator is not None
-        ):  # a rank may have the same tokens in two passes, and others not
-            matches = self._target.communicator.agree(torch.tensor(matches, device=prints.device))
+        others = self._target.communicator
+        if kept and others is not None:  # a rank may have the same tokens in two passes, and others not
+            matches = others.agree(torch.tensor(matches, device=prints.device))
         return next((m for m, is_repeated in zip(kept, matches, strict=True) if is_repeated), Memo(None, prints, told))
 
     def _programs(self, call: Call) -> list[Program]:

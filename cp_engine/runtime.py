@@ -222,7 +222,9 @@ class ContextParallel:
             raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
         if tensor.is_complex():
             what = f"is {tensor.dtype}, and gradients are summed as real numbers"
-            raise CallError([Problem(key="unshard.tensor", what=what, tries=("torch.view_as_real(...)",))])
+            raise CallError(
+                [Problem(key="unshard.tensor", what=what, tries=("torch.view_as_real(...)",))], self.plan.name
+            )
         moved = tensor.movedim(dim, 0)
         flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
         together: Tensor = Unshard.apply(flat, self._unshard_operation())
