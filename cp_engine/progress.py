@@ -93,7 +93,7 @@ class Watch:
         return "\n".join(
             [
                 f"done     {steps if is_each else logged}",
-                f"loss     {first['loss']:.4f} -> {last['loss']:.4f}",
+                f"loss     {first['loss']:.4f}" + (f" -> {last['loss']:.4f}" if last is not first else ""),
                 f"speed    {speed:,.0f} tokens/s (median)",
                 *((f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",) if sent else ()),
                 f"output   {self._output_dir}",

@@ -48,4 +48,4 @@ def test_rows_of_a_folder_that_is_used_again(
     assert [(r["step"], r["loss"]) for r in shown.rows] == [(step, 5.0 - step) for step in again]
     kept = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept == [*range(1, again[0]), *again] and os.listdir(tmp_path) == ["metrics.jsonl"]
-    assert ("1 step," in shown.summary()) == (len(again) == 1)
+    assert ("1 step," in shown.summary()) == (len(again) == 1) == (" -> " not in shown.summary())
