@@ -24,12 +24,12 @@ class Engine(Protocol):
     def sequence(self) -> int:
         """The length that the plan is for, in tokens."""
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
+    def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """The attention of one call, on local tensors, and what a recompute may use of it.
 
         Args:
             call: what the module was called with.
-            passed: in a recompute, what the passes that it may repeat have left.
+            passed: in a recompute, what the passes that it may repeat have left; None in a pass.
         """
 
     def attend_compiled(self, call: Call) -> Tensor:
@@ -84,7 +84,7 @@ class Site:
             out = self.plain(*args, **named)
         else:
             call = self.binding(self.module, args, named)
-            result = engine.attend(call, self._passed(engine) if is_recompute else ())
+            result = engine.attend(call, self._passed(engine) if is_recompute else None)
             out, memo = call.finish(result.out, result.losses, engine.sequence), result.memo
         if not is_recompute:
             self.calls += engine is not None

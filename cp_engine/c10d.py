@@ -1,6 +1,6 @@
 """The communicator of real process groups: calls c10d directly, and counts what leaves this rank where it leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -49,6 +49,10 @@ class Traffic:
 
     bytes_sent: int = 0
     collectives: int = 0
+
+
+AGREED = 8
+"""Numbers that a rank names at most where ranks agree."""
 
 
 class GroupChannel:
@@ -114,11 +118,17 @@ class GroupCommunicator:
         """The way to a group of plan ranks, ascending, of which this process is one."""
         return GroupChannel(self.groups[group], self.traffic)
 
-    def agree(self, flags: Tensor) -> list[bool]:
-        """Which flags are set on every rank of the plan; some bytes, which no plan counts."""
-        found = flags.to(torch.int32)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.groups[tuple(range(len(self.ranks)))])
-        return [bool(x) for x in found.tolist()]
+    def agree(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Which numbers every rank of the plan names; ascending, of the first few of each. Every rank asks, whatever it names.
+
+        One exchange of the same size on every rank, which no plan counts.
+        """
+        named = [*numbers[:AGREED], *[-1] * (AGREED - len(numbers))]
+        mine = torch.tensor(named, dtype=torch.int64, device=device)
+        found = mine.new_empty(len(self.ranks) * AGREED)
+        dist.all_gather_into_tensor(found, mine, group=self.groups[tuple(range(len(self.ranks)))])
+        of_ranks = [set(row) for row in found.view(-1, AGREED).tolist()]
+        return sorted(set.intersection(*of_ranks) - {-1})
 
 
 def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:

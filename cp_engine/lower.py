@@ -43,11 +43,25 @@ class Memo:
         record: set by the first pass; emptied by its backward.
         prints: [inputs] a digest of every tensor of the call, by which a recompute finds the pass that it repeats.
         told: what else the call said, such as its scale.
+        number: of the pass among all of its engine, the same on every rank; 0 for a recompute.
+        versions: of the record's tensors, by which it is seen that somebody changed one in place.
     """
 
     record: Record | None = None
     prints: Tensor | None = None
     told: tuple[object, ...] = ()
+    number: int = 0
+    versions: tuple[int, ...] = ()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether there is a record, and what it holds is what the pass made."""
+        return self.record is not None and self.versions == versions_of(self.record)
+
+
+def versions_of(record: Record) -> tuple[int, ...]:
+    """Autograd's count of changes in place, of every tensor that a record holds."""
+    return tuple(x._version for x in (*record.outs, *record.saved))
 
 
 class Result(NamedTuple):
@@ -275,6 +289,7 @@ class _Run(torch.autograd.Function):
         outs = record.outs
         if memo is not None:  # what is kept must not be what autograd makes part of this graph
             memo.record, outs = record, tuple(x.detach() for x in outs)
+            memo.versions = versions_of(record)
         ctx.save_for_backward(*record.saved)
         ctx.program, ctx.scale, ctx.sizes, ctx.memo = program, scale, record.sizes, memo  # type: ignore[attr-defined]
         ctx.dtypes = [x.dtype for x in tensors]  # type: ignore[attr-defined]

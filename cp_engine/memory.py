@@ -85,8 +85,8 @@ class _Nobody:
     def channel(self, group: tuple[int, ...]) -> "_Silence":
         return _Silence(len(group))
 
-    def agree(self, flags: Tensor) -> list[bool]:
-        return [bool(x) for x in flags]
+    def agree(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        return list(numbers)
 
 
 class _Silence:

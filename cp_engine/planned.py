@@ -40,7 +40,7 @@ class PlannedAttention:
     def __init__(self, plan: Plan, target: Target) -> None:
         self.plan, self._target = plan, target
         self.program = Program(plan, target)
-        self._name = compiled.name_of(self)
+        self._name, self._passes = compiled.name_of(self), 0
         self._of_masks: OrderedDict[Mask, Program] = OrderedDict()
         self._read = deque[tuple[object, int, tuple[Mask, ...]]](
             maxlen=4
@@ -65,12 +65,12 @@ class PlannedAttention:
         """How often a gradient went through."""
         return self.program.backwards + sum(p.backwards for p in self._of_masks.values())
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
+    def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """Runs a call that is what the plan was proved for.
 
         Args:
             call: local tensors and what the call says about them.
-            passed: in a recompute, what the passes that it may repeat have left.
+            passed: in a recompute, what the passes that it may repeat have left; None in a pass.
 
         Returns:
             out [B, H, S_local, Dv], this rank's share of the plan's losses, and what a recompute may use.
@@ -126,19 +126,25 @@ class PlannedAttention:
             raise CallError(problems, plan.name)
         self._require_planned(call)
 
-    def _memo(self, call: Call, scale: float, passed: Sequence[Memo]) -> Memo | None:
+    def _memo(self, call: Call, scale: float, passed: Sequence[Memo] | None) -> Memo | None:
         """Where the pass leaves its record; in a recompute, the one that the same call left on every rank."""
         if self.plan.recompute != "skip_attention":
             return None
         given = {**call.tensors, **call.parameters}
         prints = torch.stack([_print(x.detach()) for x in given.values()])
         told = (scale, *given, *(self._masks(call) if self.plan.is_mask_from_call else ()))
-        kept = [memo for memo in passed if memo.record is not None and memo.prints is not None]
-        matches = [m.told == told and m.prints is not None and torch.equal(m.prints, prints) for m in kept]
-        others = self._target.communicator
-        if kept and others is not None:  # a rank may have the same tokens in two passes, and others not
-            matches = others.agree(torch.tensor(matches, device=prints.device))
-        return next((m for m, is_repeated in zip(kept, matches, strict=True) if is_repeated), Memo(None, prints, told))
+        if passed is None:
+            self._passes += 1
+            return Memo(None, prints, told, number=self._passes)
+        alike = [
+            m
+            for m in passed
+            if m.is_intact and m.told == told and m.prints is not None and torch.equal(m.prints, prints)
+        ]
+        numbers, others = sorted(m.number for m in alike), self._target.communicator
+        if others is not None:  # a rank may have the same tokens in two passes, and others not; or have dropped one
+            numbers = others.agree(numbers, prints.device)
+        return next((m for m in alike if m.number in numbers[:1]), Memo(None, prints, told))
 
     def _programs(self, call: Call) -> list[Program]:
         """The program of the call's mask, or one per sequence where their masks differ."""
@@ -267,7 +273,7 @@ def _print(x: Tensor) -> Tensor:
     The bits, eight bytes at a time and with their place, go through a mixer, and what comes out is summed.
     Source of the mixer's form and factors: Steele, Lea and Flood, OOPSLA 2014, figure 8 (SplitMix64).
     """
-    flat, size = x.reshape(-1), x.element_size()
+    flat, size = x.contiguous().flatten(), x.element_size()
     if flat.numel() * size % 8:
         words = flat.view(BITS[size]).to(torch.int64)
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from cp_engine.channel import Channel, Pending
@@ -42,8 +43,8 @@ class Communicator(Protocol):
     def channel(self, group: tuple[int, ...]) -> Channel:
         """The way to a group of plan ranks, ascending, of which this process is one."""
 
-    def agree(self, flags: Tensor) -> list[bool]:
-        """Which flags are set on every rank of the plan."""
+    def agree(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Which numbers every rank of the plan names; ascending, of the first few of each. Every rank asks, whatever it names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,12 +136,12 @@ class ContextParallel:
         named = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa, "mask": mask, "sinks": sinks}
         return self.attend(read((q, k, v), named)).out
 
-    def attend(self, call: Call, passed: Sequence[Memo] = ()) -> Result:
+    def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """One call of an attached module, or of one's own with tensors that are not q, k and v.
 
         Args:
             call: local tensors and what the call says about them.
-            passed: in a recompute, what the passes that it may repeat have left.
+            passed: in a recompute, what the passes that it may repeat have left; None in a pass.
 
         Returns:
             out [B, H, S_local, Dv], this rank's share of the plan's losses, and what a recompute may use.

@@ -253,6 +253,64 @@ def test_a_digest_tells_numbers_in_other_places_apart(dtype: torch.dtype) -> Non
     assert planned._print(z[1:]) == planned._print(z[1:].clone()) and planned._print(z[:0]) == 0
 
 
+def check_dropped_passes() -> None:
+    """Ranks need not keep the same passes: one holds a loss that no backward follows, the other dropped it."""
+    engine, attention = engine_of("ulysses", "skip_attention"), cp_engine.Attention()
+    whole = torch.randn(
+        3, 2, HEADS, SEQUENCE, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    local = [x.clone().requires_grad_() for x in engine.shard(*whole, dim=2)]
+    with engine.context(attention):
+        wanted = torch.autograd.grad(attention(*local).square().sum(), local)
+        left = [checkpoint(attention, *local, use_reentrant=False) for _ in range(2)]
+        del left[dist.get_rank() :]
+        before = engine.collectives
+        out = checkpoint(attention, *local, use_reentrant=False)
+        once = engine.collectives - before
+        found = torch.autograd.grad(out.square().sum(), local)
+    assert engine.collectives - before == 2 * once and all(map(torch.equal, found, wanted))
+    engine.close()
+
+
+def test_ranks_may_keep_other_passes(two):
+    two.run(check_dropped_passes)
+
+
+def check_changed_in_place() -> None:
+    """A record whose result the model changed after the call is no longer what the pass made."""
+    engine, attention = engine_of("ulysses", "skip_attention"), cp_engine.Attention()
+    weight = torch.linspace(1, 2, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    whole = torch.randn(
+        3, 2, HEADS, SEQUENCE, HEAD_DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    local = [x.clone().requires_grad_() for x in engine.shard(*whole, dim=2)]
+
+    def changing(*qkv: Tensor, is_in_place: bool = True) -> Tensor:
+        out = attention(*(x * 1 for x in qkv))
+        return ((out.mul_(weight) if is_in_place else out * weight) * weight).square()
+
+    with engine.context(attention):
+        wanted = torch.autograd.grad(changing(*local, is_in_place=False).sum(), [*local, weight])
+        out = checkpoint(changing, *local, use_reentrant=False)
+        found = torch.autograd.grad(out.sum(), [*local, weight])
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    engine.close()
+
+
+def test_what_a_model_changes_in_place_is_computed_again(two):
+    two.run(check_changed_in_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_any_strides_are_digested(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 9, 8, dtype=dtype)
+    wide = torch.stack((x, x), -1).flatten(3)[..., ::2]
+    assert planned._print(wide) == planned._print(x)
+    for other in (x[:, :1].expand(-1, 3, -1, -1), x[0, 0, :, 0], x.transpose(1, 2), x[..., 1:]):
+        assert planned._print(other) == planned._print(other.clone(memory_format=torch.contiguous_format))
+
+
 def check_released() -> None:
     engine, model = engine_of("allgather_kv", "skip_attention"), Layers("non-reentrant")
     x = engine.shard(torch.randn(1, SEQUENCE, WIDTH, dtype=torch.float64))
