@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TypedDict
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from cp_engine.progress import Screen
 
 LOSS_BOUND = 1e-5  # absolute; float32 reordering alone gives 1e-6 on the debug models
 GRADIENT_BOUND = 1e-5  # of each parameter, by norm; float32 reordering alone gives 2e-7
@@ -16,17 +17,6 @@ SELECTION_BOUND = 1e-6  # of a score: how far from the last selected key one may
 EXPERT_BOUND = 1e-6  # absolute: counts are whole numbers, and a step moves a bias by 1e-3
 ROWS = 8  # parameters in the table, the worst first
 RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
-
-
-class Page(Console):
-    """Where a result is printed; where nobody reads it any more, that is an error and no exit code of a result."""
-
-    def __init__(self) -> None:
-        super().__init__(width=110, highlight=False)
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich, which would exit with 1."""
-        raise BrokenPipeError
 
 
 class Record(TypedDict):
@@ -186,7 +176,7 @@ def show(comparison: Comparison, title: str) -> None:
         comparison: of two runs.
         title: what was compared.
     """
-    console = Page()
+    console = Screen(width=110, highlight=False)
     console.print(f"{title}\n")
     losses = _table("step", "loss, alone", "loss, composition", "difference", "bound", "")
     for label, theirs, ours in comparison.losses:

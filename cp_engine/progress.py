@@ -5,6 +5,7 @@ import os
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -13,6 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 MiB = 2**20
 SECONDS_BETWEEN_LOOKS = 0.1
+
+
+class Screen(Console):
+    """Where results are printed; where nobody reads them any more, that is an error and no exit code of a result."""
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would exit with 1."""
+        raise BrokenPipeError
 
 
 class Tail:
@@ -58,7 +67,7 @@ class Watch:
         self._metrics = Tail(output_dir / "metrics.jsonl")
         self._before = set(self._metrics.lines())  # a folder that is used again already has rows
         self._logs = {rank: Tail(log_path(output_dir, rank)) for rank in range(ranks)} if verbose else {}
-        self._console = Console(file=out, highlight=False, soft_wrap=True)
+        self._console = Screen(file=out, highlight=False, soft_wrap=True)
         has_bar = is_live and self._console.is_terminal and not verbose
         self._bar, self._task = _bar(self._console, ranks, steps) if has_bar else (None, TaskID(0))
         self._stop = threading.Event()
@@ -101,8 +110,9 @@ class Watch:
         )
 
     def _run(self) -> None:
-        while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
-            self._look()
+        with suppress(BrokenPipeError):  # training goes on; the closing lines find out again
+            while not self._stop.wait(SECONDS_BETWEEN_LOOKS):
+                self._look()
 
     def _look(self) -> None:
         for rank, log in self._logs.items():

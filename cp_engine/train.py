@@ -151,7 +151,8 @@ def _writer(config: Mapping[str, object], finish: ExitStack) -> Callable[["StepR
     def write(report: "StepReport") -> None:
         if not opened:  # a run that continues in its own folder repeats the steps after its checkpoint
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] < report.step]
+            whole = (line for line in lines if line.endswith("\n"))  # a killed run may have left half a line
+            kept = [line for line in whole if json.loads(line)["step"] < report.step]
             if kept != lines:  # as a new file, which tells the one that follows it
                 path.with_suffix(".new").write_text("".join(kept), encoding="utf-8")
                 path.with_suffix(".new").replace(path)

@@ -10,12 +10,12 @@ from rich.table import Table
 from torch import Tensor
 
 from cp_engine import verify
-from cp_engine.comparison import Page
 from cp_engine.devices import REHEARSAL, operators_of
 from cp_engine.errors import ConfigError, KernelError, Problem
 from cp_engine.kernels.npu_sparse import NPUSparse
 from cp_engine.plan import Plan
 from cp_engine.primitives.selection import SparseStep
+from cp_engine.progress import Screen
 from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
 
@@ -66,7 +66,7 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     shape, computed = plan.shape, f", {dtype} by {device}," if device == REHEARSAL else ""
     heads, dims = f"{shape.heads}|{shape.kv_heads}", f"{shape.head_dim}|{shape.v_head_dim}"
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
-    console = Page()
+    console = Screen(width=110, highlight=False)
     console.print(
         f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n"
     )

@@ -393,6 +393,10 @@ def test_known_traps_of_dense_attention_are_refused() -> None:
     assert "sums to" in said and "statistics are those of the same queries" in said
     said = refused("npu_fusion_attention_grad", {**gradient, "softmax_max": highest + torch.arange(8) * 1e-3})
     assert "holds different values" in said
+    unset = {
+        n: torch.full_like(x, torch.nan) for n, x in gradient.items() if isinstance(x, Tensor) and x.dtype != torch.bool
+    }
+    assert torch.ops.npu.npu_fusion_attention_grad(**{**gradient, **unset})[0].isnan().any()
     said = refused("npu_fusion_attention_grad", {**gradient, "softmax_max": highest[..., 0].contiguous()})
     assert "each statistic is there 8 times" in said
 

@@ -49,3 +49,12 @@ def test_rows_of_a_folder_that_is_used_again(
     kept = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert kept == [*range(1, again[0]), *again] and os.listdir(tmp_path) == ["metrics.jsonl"]
     assert ("1 step," in shown.summary()) == (len(again) == 1) == (" -> " not in shown.summary())
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, monkeypatch, Report(1, 8.0))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    write(tmp_path, monkeypatch, Report(2, 7.0))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]

@@ -358,17 +358,32 @@ def test_check_refuses_two_names_for_what_to_load(tmp_path: Path) -> None:
     assert problem.key == "launch.resume" and "titan.checkpoint.initial_load_path" in problem.what
 
 
-def test_check_refuses_to_resume_another_job(tmp_path: Path) -> None:
+def test_check_refuses_to_resume_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = (f"dataloader.dp_rank_{rank}" for rank in range(2))
     checkpoint(tmp_path / "checkpoint" / "step-20", "train_state.step", *places)
     (tmp_path / ".hydra").mkdir()
-    saved = "titan: {model: {name: llama3, flavor: debugmodel}}\ndata: {dataset: null, path: text, field: text}"
+    saved = "titan: {model: {name: llama3, flavor: debugmodel}}\ndata: {dataset: null, path: '${oc.env:TEXTS}', field: text}"
     (tmp_path / ".hydra" / "config.yaml").write_text(saved)
+    started = tmp_path / "started"
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(f"hydra: {{runtime: {{cwd: '{started}'}}}}")
+    monkeypatch.setenv("TEXTS", "text")
     found = {p.key: p for p in torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}"))}
     shards = "titan.parallelism.data_parallel_shard_degree"
     assert set(found) == {"titan.training.steps", "titan.model.name", "data.path", shards}
-    assert "is null, and" in found["data.path"].what and found["data.path"].tries[0] == "data.path=text"
+    assert "is null, and" in found["data.path"].what and found["data.path"].tries[0] == f"data.path={started / 'text'}"
     assert "is at step 20" in found["titan.training.steps"].what and "is of llama3" in found["titan.model.name"].what
+    (started / "text").mkdir(parents=True)
+    (started / "text" / "a.jsonl").write_text('{"text": "words"}')
+    monkeypatch.chdir(started)
+    for path in ("text", "text/", str(started / "text")):  # the same folder
+        again = configured(tmp_path / "new", f"launch.resume={tmp_path}", "data=jsonl", f"data.path={path}")
+        assert "data.path" not in {p.key for p in torchtitan.check(again)}
+    monkeypatch.chdir(tmp_path)  # another folder of the same name
+    again = configured(tmp_path / "new", f"launch.resume={tmp_path}", "data=jsonl", "data.path=text")
+    assert "data.path" in {p.key for p in torchtitan.check(again)}
+    monkeypatch.chdir(started)
+    gmm = configured(tmp_path / "new", f"launch.resume={tmp_path}", "+titan.model.converters=[npu_gmm]")
+    assert "titan.model.converters" in {p.key for p in torchtitan.check(gmm) if "renames parameters" in p.what}
     assert found[shards].tries == (f"{shards}=2",) and found["titan.training.steps"].tries == (
         "titan.training.steps=30",
     )

@@ -1,19 +1,21 @@
 """`launch.resume`: which checkpoint it means, and whether the job can continue from it; nothing here imports torchtitan."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import yaml
+from omegaconf import OmegaConf
 
 from cp_engine import world
+from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.toml_rules import Rules
 from cp_engine.keys import ABSENT, lookup, value_of
 
 DATA = re.compile(r"dataloader\.dp_rank_(\d+)")
 """The place in the data of one data-parallel rank."""
-SAVED = Path(".hydra", "config.yaml")
-"""What a run was told, in its folder."""
+SAVED, STARTED = Path(".hydra", "config.yaml"), Path(".hydra", "hydra.yaml")
+"""What a run was told, in its folder, and how it was started."""
 
 
 def check(config: Mapping[str, object]) -> list[Problem]:
@@ -52,20 +54,50 @@ def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[
         key, copies = "titan.parallelism.data_parallel_shard_degree", "titan.parallelism.data_parallel_replicate_degree"
         shards = ranks // int(str(value_of(config, copies))) or 1
         yield Problem(key=key, what=what, tries=(f"{key}={shards}",))
-    saved = checkpoint.parent.parent / SAVED
-    if not saved.is_file():
-        return
-    told = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    run = next((folder for folder in checkpoint.parents if (folder / SAVED).is_file()), None)
+    if run is not None:
+        yield from _told_otherwise(config, checkpoint, run)
+
+
+def _told_otherwise(config: Mapping[str, object], checkpoint: Path, run: Path) -> Iterator[Problem]:
+    """What decides a checkpoint's parameters or its place in the text, and was something else in the run that wrote it."""
+    told = OmegaConf.load(run / SAVED)
     for key, option in (("titan.model.name", "model"), ("titan.model.flavor", "titan.model.flavor")):
-        before, now = lookup(told, key), value_of(config, key)
+        before, now = OmegaConf.select(told, key), value_of(config, key)
         if isinstance(before, str) and before != now:
             yield Problem(key=key, what=f"is {now}, and {checkpoint} is of {before}", tries=(f"{option}={before}",))
+    renaming = [name for name, row in Rules(conf_dir()).npu_converters.items() if row.get("renames")]
+    key = "titan.model.converters"
+    before, now = (_list(x) for x in (OmegaConf.select(told, key), value_of(config, key)))
+    for name in renaming:
+        if (name in before) != (name in now):
+            has, had = "has" if name in now else "lacks", "with" if name in before else "without"
+            what = f"{has} {name}, which renames parameters, and {checkpoint} is of a run {had} it"
+            yield Problem(key=key, what=what, tries=(f"'{key}=[{','.join(before)}]'",))
+    if OmegaConf.select(told, "data") is None:
+        return
     for key in ("data.dataset", "data.path", "data.field"):
-        before, now = (lookup(node, key) for node in (told, config))
-        if ABSENT not in (before, now) and before != now:
-            what = f"is {now or 'null'}, and {checkpoint} holds a place in the text of {before or 'null'}"
+        then, now_ = OmegaConf.select(told, key), lookup(config, key)
+        where = (_folder_of(run), Path.cwd())
+        places = [
+            (folder / x).resolve() if key == "data.path" and isinstance(x, str) else x
+            for folder, x in zip(where, (then, now_), strict=True)
+        ]
+        if now_ is not ABSENT and places[0] != places[1]:
+            what = f"is {places[1] or 'null'}, and {checkpoint} holds a place in the text of {places[0] or 'null'}"
             weights = f"launch.resume=null titan.checkpoint.enable=true titan.checkpoint.initial_load_path={checkpoint}"
-            yield Problem(key=key, what=what, tries=(f"{key}={before or 'null'}", weights))
+            yield Problem(key=key, what=what, tries=(f"{key}={places[0] or 'null'}", weights))
+
+
+def _list(x: object) -> list[str]:
+    return [str(item) for item in x] if isinstance(x, Sequence) and not isinstance(x, str) else []
+
+
+def _folder_of(run: Path) -> Path:
+    """The folder in which a run was started."""
+    file = run / STARTED
+    found = OmegaConf.select(OmegaConf.load(file), "hydra.runtime.cwd") if file.is_file() else None
+    return Path(found) if isinstance(found, str) else Path.cwd()
 
 
 def checkpoint_of(resume: str, folder: str) -> Path:
