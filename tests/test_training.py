@@ -370,7 +370,7 @@ def test_check_refuses_to_resume_another_job(tmp_path: Path, monkeypatch: pytest
     found = {p.key: p for p in torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}"))}
     shards = "titan.parallelism.data_parallel_shard_degree"
     assert set(found) == {"titan.training.steps", "titan.model.name", "data.path", shards}
-    assert "is null, and" in found["data.path"].what and found["data.path"].tries[0] == f"data.path={started / 'text'}"
+    assert "is null, and" in found["data.path"].what and found["data.path"].tries[0] == "data.path=text"
     assert "is at step 20" in found["titan.training.steps"].what and "is of llama3" in found["titan.model.name"].what
     (started / "text").mkdir(parents=True)
     (started / "text" / "a.jsonl").write_text('{"text": "words"}')
@@ -378,12 +378,20 @@ def test_check_refuses_to_resume_another_job(tmp_path: Path, monkeypatch: pytest
     for path in ("text", "text/", str(started / "text")):  # the same folder
         again = configured(tmp_path / "new", f"launch.resume={tmp_path}", "data=jsonl", f"data.path={path}")
         assert "data.path" not in {p.key for p in torchtitan.check(again)}
+    (tmp_path / "text").mkdir()
     monkeypatch.chdir(tmp_path)  # another folder of the same name
     again = configured(tmp_path / "new", f"launch.resume={tmp_path}", "data=jsonl", "data.path=text")
     assert "data.path" in {p.key for p in torchtitan.check(again)}
     monkeypatch.chdir(started)
+    (started / "text").rename(started / "moved")  # the place of the run is gone: what was typed is compared
+    for path, is_same in (("text", True), ("moved", False)):
+        again = configured(tmp_path / "new", f"launch.resume={tmp_path}", "data=jsonl", f"data.path={path}")
+        assert ("data.path" not in {p.key for p in torchtitan.check(again)}) == is_same
     gmm = configured(tmp_path / "new", f"launch.resume={tmp_path}", "+titan.model.converters=[npu_gmm]")
     assert "titan.model.converters" in {p.key for p in torchtitan.check(gmm) if "renames parameters" in p.what}
+    monkeypatch.delenv("TEXTS")
+    unset = torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}", "titan.training.steps=30"))
+    assert "TEXTS" in {p.key: p.what for p in unset}["launch.resume"]
     assert found[shards].tries == (f"{shards}=2",) and found["titan.training.steps"].tries == (
         "titan.training.steps=30",
     )

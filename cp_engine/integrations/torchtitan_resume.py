@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import world
 from cp_engine.compose import conf_dir
@@ -12,6 +13,10 @@ from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_rules import Rules
 from cp_engine.keys import ABSENT, lookup, value_of
 
+OF_MODEL = {"titan.model.name": "model", "titan.model.flavor": "titan.model.flavor"}
+"""What decides a checkpoint's parameters, and how it is chosen."""
+CONVERTERS = "titan.model.converters"
+OF_TEXT = ("data.dataset", "data.path", "data.field")
 DATA = re.compile(r"dataloader\.dp_rank_(\d+)")
 """The place in the data of one data-parallel rank."""
 SAVED, STARTED = Path(".hydra", "config.yaml"), Path(".hydra", "hydra.yaml")
@@ -62,31 +67,31 @@ def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[
 def _told_otherwise(config: Mapping[str, object], checkpoint: Path, run: Path) -> Iterator[Problem]:
     """What decides a checkpoint's parameters or its place in the text, and was something else in the run that wrote it."""
     told = OmegaConf.load(run / SAVED)
-    for key, option in (("titan.model.name", "model"), ("titan.model.flavor", "titan.model.flavor")):
-        before, now = OmegaConf.select(told, key), value_of(config, key)
+    try:
+        then = {key: OmegaConf.select(told, key) for key in (*OF_MODEL, CONVERTERS, *OF_TEXT)}
+    except OmegaConfBaseException as error:
+        what = f"cannot be compared with this job: {run / SAVED}: {str(error).splitlines()[0]}"
+        yield Problem(key="launch.resume", what=what)
+        return
+    for key, option in OF_MODEL.items():
+        before, now = then[key], value_of(config, key)
         if isinstance(before, str) and before != now:
             yield Problem(key=key, what=f"is {now}, and {checkpoint} is of {before}", tries=(f"{option}={before}",))
-    renaming = [name for name, row in Rules(conf_dir()).npu_converters.items() if row.get("renames")]
-    key = "titan.model.converters"
-    before, now = (_list(x) for x in (OmegaConf.select(told, key), value_of(config, key)))
-    for name in renaming:
-        if (name in before) != (name in now):
-            has, had = "has" if name in now else "lacks", "with" if name in before else "without"
+    old, new = _list(then[CONVERTERS]), _list(value_of(config, CONVERTERS))
+    for name, row in Rules(conf_dir()).npu_converters.items():
+        if row.get("renames") and (name in old) != (name in new):
+            has, had = "has" if name in new else "lacks", "with" if name in old else "without"
             what = f"{has} {name}, which renames parameters, and {checkpoint} is of a run {had} it"
-            yield Problem(key=key, what=what, tries=(f"'{key}=[{','.join(before)}]'",))
-    if OmegaConf.select(told, "data") is None:
-        return
-    for key in ("data.dataset", "data.path", "data.field"):
-        then, now_ = OmegaConf.select(told, key), lookup(config, key)
-        where = (_folder_of(run), Path.cwd())
-        places = [
-            (folder / x).resolve() if key == "data.path" and isinstance(x, str) else x
-            for folder, x in zip(where, (then, now_), strict=True)
-        ]
-        if now_ is not ABSENT and places[0] != places[1]:
-            what = f"is {places[1] or 'null'}, and {checkpoint} holds a place in the text of {places[0] or 'null'}"
+            yield Problem(key=CONVERTERS, what=what, tries=(f"'{CONVERTERS}=[{','.join(old)}]'",))
+    for key in OF_TEXT if "data" in told else ():
+        before, now = then[key], lookup(config, key)
+        if key == "data.path" and isinstance(before, str) and (place := (_folder_of(run) / before).resolve()).exists():
+            # where it does not exist the run's folders have moved, and what was typed is all that is known
+            before, now = str(place), str(Path(now).resolve()) if isinstance(now, str) else now
+        if now is not ABSENT and before != now:
+            what = f"is {now or 'null'}, and {checkpoint} holds a place in the text of {before or 'null'}"
             weights = f"launch.resume=null titan.checkpoint.enable=true titan.checkpoint.initial_load_path={checkpoint}"
-            yield Problem(key=key, what=what, tries=(f"{key}={places[0] or 'null'}", weights))
+            yield Problem(key=key, what=what, tries=(f"{key}={before or 'null'}", weights))
 
 
 def _list(x: object) -> list[str]:
