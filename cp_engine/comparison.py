@@ -1,21 +1,22 @@
-"""Two training runs from the same weights: what each wrote, how far they are apart, and the table that says so."""
+"""Two training runs from the same weights: what each wrote, how far they are apart, and how far they may be."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
+from typing import Final, Literal, TypedDict
 
 import torch
-from rich.table import Table
 from torch import Tensor
-
-from cp_engine.progress import Screen
 
 LOSS_BOUND = 1e-5  # absolute; float32 reordering alone gives 1e-6 on the debug models
 GRADIENT_BOUND = 1e-5  # of each parameter, by norm; float32 reordering alone gives 2e-7
 SELECTION_BOUND = 1e-6  # of a score: how far from the last selected key one may be that only one run selects
 EXPERT_BOUND = 1e-6  # absolute: counts are whole numbers, and a step moves a bias by 1e-3
-ROWS = 8  # parameters in the table, the worst first
+ROUNDINGS = 10  # times what rounding was measured to do after step 1, where that is more than the bound above
+LOSS_MOST = 1e-3  # a bound above it would take another batch, or another gradient, for a rounding
+EXPERT_MOST = 5e-3  # the same of a bias, which a step moves by 1e-3
+OK, UNKNOWN, WRONG = "ok", "unknown", "WRONG"
+BIAS = "expert_bias"
 RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
 
 
@@ -41,6 +42,14 @@ class Record(TypedDict):
     experts: dict[str, Tensor]
 
 
+LOSSES: Final[Mapping[Literal["losses", "indexer_losses", "validation_losses"], str]] = {
+    "losses": "",
+    "indexer_losses": "indexer ",
+    "validation_losses": "validation ",
+}
+"""What of a record is a loss -> what its label in the table begins with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Two runs from the same weights and the same text.
@@ -52,30 +61,78 @@ class Comparison:
         expert_errors: expert statistics -> largest absolute difference; worst first, empty for a dense model.
         selection_errors: module that selects keys -> how many keys only one of the runs selects, of how many, and how far the score of
             such a key is from that of the last selected one, at most.
+        rounding: label of a loss after step 1, or `expert_bias` -> how far torchtitan alone moved it, at most so far, when its weights
+            began one rounding away; empty where that was not measured.
     """
 
     losses: tuple[tuple[str, float, float], ...]
     gradient_errors: tuple[tuple[str, float], ...]
     expert_errors: tuple[tuple[str, float], ...]
     selection_errors: tuple[tuple[str, int, int, float], ...] = ()
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_within_bounds(self) -> bool:
         """Whether every loss, every gradient and every expert statistic agrees."""
-        return (
-            all(abs(theirs - ours) <= LOSS_BOUND for _, theirs, ours in self.losses)
-            and all(error <= GRADIENT_BOUND for _, error in self.gradient_errors)
-            and all(error <= EXPERT_BOUND for _, error in self.expert_errors)
-            and all(distance <= SELECTION_BOUND for *_, distance in self.selection_errors)
-        )
+        return all(verdict == OK for _, verdict in self._verdicts())
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether all of step 1 agrees and something later does not: the same would come of a rounding that grew."""
+        return not self.is_within_bounds and all(verdict == OK for is_first, verdict in self._verdicts() if is_first)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether nothing is wrong, and something may be: rounding moves it by more than a fault would."""
+        verdicts = {verdict for _, verdict in self._verdicts()}
+        return WRONG not in verdicts and UNKNOWN in verdicts
+
+    def loss_bound(self, label: str) -> float:
+        """Of a loss, absolute."""
+        return max(LOSS_BOUND, ROUNDINGS * self.rounding.get(label, 0.0))
+
+    def expert_bound(self, name: str) -> float:
+        """Of an expert statistic, absolute."""
+        return max(EXPERT_BOUND, 0.0 if is_of_first_step(name) else ROUNDINGS * self.rounding.get(BIAS, 0.0))
+
+    def _verdicts(self) -> Iterator[tuple[bool, str]]:
+        """Whether it is of step 1, and what the table says of it."""
+        for name, theirs, ours in self.losses:
+            yield is_of_first_step(name), judged(abs(theirs - ours), self.loss_bound(name), LOSS_MOST)
+        for _, error in self.gradient_errors:
+            yield True, judged(error, GRADIENT_BOUND)
+        for name, error in self.expert_errors:
+            yield is_of_first_step(name), judged(error, self.expert_bound(name), EXPERT_MOST)
+        for *_, distance in self.selection_errors:
+            yield True, judged(distance, SELECTION_BOUND)
 
 
-def compare(stock: Path, composition: Path) -> Comparison:
+def judged(error: float, bound: float, most: float = float("inf")) -> str:
+    """What the table says of a difference.
+
+    Args:
+        error: the difference; NaN is wrong.
+        bound: at most what it may be.
+        most: a bound above it tells nothing.
+
+    Returns:
+        `OK`, `WRONG`, or `UNKNOWN` where only a bound that tells nothing holds.
+    """
+    return OK if error <= min(bound, most) else UNKNOWN if error <= bound else WRONG
+
+
+def is_of_first_step(name: str) -> bool:
+    """Whether a loss or an expert statistic was computed before the weights were first updated."""
+    return name in ("1", "indexer 1") or name.endswith("tokens_per_expert")
+
+
+def compare(stock: Path, composition: Path, rounded: Iterable[Path] = ()) -> Comparison:
     """Read two records.
 
     Args:
         stock: output folder of torchtitan alone.
         composition: output folder of the composition.
+        rounded: output folders of torchtitan alone from weights that are one rounding away from those of `stock`.
 
     Returns:
         The differences; a parameter that only one run has counts as infinitely wrong.
@@ -83,17 +140,14 @@ def compare(stock: Path, composition: Path) -> Comparison:
     ours, theirs = read(composition), read(stock)
     apart = {name: spread - theirs["spread"].get(name, 0.0) for name, spread in ours["spread"].items()}
     return Comparison(
-        losses=(
-            *_rows("", theirs["losses"], ours["losses"]),
-            *_rows("indexer ", theirs["indexer_losses"], ours["indexer_losses"]),
-            *_rows("validation ", theirs["validation_losses"], ours["validation_losses"]),
-        ),
+        losses=tuple(_losses(theirs, ours)),
         gradient_errors=_errors(ours["gradients"], theirs["gradients"], _relative, apart),
         expert_errors=_errors(ours["experts"], theirs["experts"], _absolute, {}),
         selection_errors=tuple(
             (name, *_selected_apart(theirs["selections"].get(name), ours["selections"].get(name)))
             for name in {**theirs["selections"], **ours["selections"]}
         ),
+        rounding=_moved(theirs, [read(folder) for folder in rounded]),
     )
 
 
@@ -105,7 +159,7 @@ def read(folder: Path) -> Record:
     for path in sorted(folder.glob(RECORDS)):
         part: Record = torch.load(path, weights_only=True)
         assert not whole["gradients"].keys() & part["gradients"].keys(), "two stages hold the same parameter"
-        for name in ("losses", "indexer_losses", "validation_losses"):
+        for name in LOSSES:
             whole[name] = part[name]  # alike at every stage
         whole["selections"] |= part["selections"]
         whole["gradients"] |= part["gradients"]
@@ -114,8 +168,26 @@ def read(folder: Path) -> Record:
     return whole
 
 
-def _rows(label: str, theirs: list[float], ours: list[float]) -> list[tuple[str, float, float]]:
-    return [(f"{label}{i}", a, b) for i, (a, b) in enumerate(zip(theirs, ours, strict=True), 1)]
+def _losses(theirs: Record, ours: Record) -> Iterator[tuple[str, float, float]]:
+    for kind in LOSSES:
+        for i, (alone, composed) in enumerate(zip(theirs[kind], ours[kind], strict=True), 1):
+            yield f"{LOSSES[kind]}{i}", alone, composed
+
+
+def _moved(stock: Record, rounded: Sequence[Record]) -> dict[str, float]:
+    """How far later numbers of torchtitan alone move with a rounding of its first weights; what has moved once stays moved."""
+    moved: dict[str, float] = {}
+    for record in rounded:
+        so_far = dict.fromkeys(LOSSES.values(), 0.0)
+        for label, before, after in _losses(stock, record):
+            kind = label.rstrip("0123456789")
+            if not is_of_first_step(label):
+                so_far[kind] = max(so_far[kind], abs(after - before))
+                moved[label] = max(moved.get(label, 0.0), so_far[kind])
+        for name, bias in record["experts"].items():
+            if not is_of_first_step(name):
+                moved[BIAS] = max(moved.get(BIAS, 0.0), _absolute(bias, stock["experts"][name]))
+    return moved
 
 
 def _errors(
@@ -167,52 +239,3 @@ def _relative(ours: Tensor, theirs: Tensor) -> float:
 
 def _absolute(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max())
-
-
-def show(comparison: Comparison, title: str) -> None:
-    """Print a comparison: losses, the worst gradients, experts, and the verdict.
-
-    Args:
-        comparison: of two runs.
-        title: what was compared.
-    """
-    console = Screen(width=110, highlight=False)
-    console.print(f"{title}\n")
-    losses = _table("step", "loss, alone", "loss, composition", "difference", "bound", "")
-    for label, theirs, ours in comparison.losses:
-        error = abs(theirs - ours)
-        cells = (label, f"{theirs:.9f}", f"{ours:.9f}", f"{error:.1e}", f"<= {LOSS_BOUND:.0e}")
-        losses.add_row(*cells, _verdict(error <= LOSS_BOUND))
-    console.print(losses)
-    for title, kind, errors, bound in (
-        ("gradient of step 1", "relative difference", comparison.gradient_errors, GRADIENT_BOUND),
-        ("experts", "difference", comparison.expert_errors, EXPERT_BOUND),
-    ):
-        rows = _table(title, kind, "bound", "")
-        for name, error in errors[:ROWS]:
-            rows.add_row(name, f"{error:.1e}", f"<= {bound:.0e}", _verdict(error <= bound))
-        if errors:
-            console.print()
-            console.print(rows)
-        if len(errors) > ROWS:
-            console.print(f"and {len(errors) - ROWS} more, each with no larger difference")
-    if comparison.selection_errors:
-        rows = _table("selected keys of step 1", "only alone", "of", "farthest from the cut", "bound", "")
-        for name, apart, total, distance in comparison.selection_errors[:ROWS]:
-            cells = (name, f"{apart:,}", f"{total:,}", f"{distance:.1e}", f"<= {SELECTION_BOUND:.0e}")
-            rows.add_row(*cells, _verdict(distance <= SELECTION_BOUND))
-        console.print()
-        console.print(rows)
-    verdict = "verified" if comparison.is_within_bounds else "WRONG: the composition does not train as torchtitan does"
-    console.print(f"\n{verdict}")
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
-    for i, name in enumerate(names):
-        table.add_column(name, justify="left" if i == 0 or not name else "right", no_wrap=True)
-    return table
-
-
-def _verdict(is_good: bool) -> str:
-    return "ok" if is_good else "WRONG"

@@ -41,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else len(names))
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on the tests before it."""
+    import torch  # here: whoever asks for help needs none of it
+
+    torch.manual_seed(0)
+
+
 def clean_environment(**more: str) -> dict[str, str]:
     """The environment of a user's shell: no rank of another job."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}

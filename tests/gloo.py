@@ -79,6 +79,7 @@ def _rank(rank: int, ranks: int, port: int, pipe: "mp.connection.Connection") ->
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         function, arguments = job
+        torch.manual_seed(0)
         try:
             pipe.send((False, function(*arguments)))
         except Exception:

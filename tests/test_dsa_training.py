@@ -19,7 +19,8 @@ from tests.conftest import Result
 from tests.helpers import plan_of
 from tests.test_dsa import PUBLIC
 from tests.test_memory import most_held
-from tests.test_training import VALIDATION, configured, losses, metrics, record, trained
+from tests.test_comparison import record
+from tests.test_training import VALIDATION, configured, losses, metrics, trained
 
 
 def test_command_trains_and_both_losses_fall(launch: Callable[..., Result], tmp_path: Path) -> None:

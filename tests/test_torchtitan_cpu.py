@@ -13,6 +13,7 @@ from cp_engine.integrations.torchtitan_cpu import cpu_shims
 def attributes() -> dict[str, object]:
     """Everything that the stand-ins could touch."""
     found: dict[str, object] = {f"cpu.{name}": value for name, value in vars(torch.cpu).items()}
+    found["get_total_norm"] = torch.nn.utils.get_total_norm
     return {**found, "histc": torch.histc, "device_type": torch._utils._get_available_device_type}
 
 
@@ -78,3 +79,32 @@ def test_histc_counts_integers_as_it_counts_floats(bins: int) -> None:
 def test_histc_with_other_bins_still_refuses_integers() -> None:
     with cpu_shims(), pytest.raises((RuntimeError, NotImplementedError)):
         torch.histc(torch.arange(4), bins=2, min=0, max=4)
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
+def test_norm_of_gradients_is_that_of_float64_however_they_are_spread(order: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=generator) for size in (5_000_000, 300, 1)]
+    expected = float(torch.cat(gradients).double().norm(order))
+    halves = [half for gradient in gradients for half in gradient.chunk(2)]
+    with cpu_shims():
+        for given in (gradients, halves, iter(gradients), [x.double() for x in gradients]):
+            assert abs(float(torch.nn.utils.get_total_norm(given, order)) / expected - 1) < 1e-6
+        assert abs(float(torch.nn.utils.get_total_norm(gradients[0])) / float(gradients[0].double().norm()) - 1) < 1e-6
+        assert float(torch.nn.utils.get_total_norm([])) == 0
+
+
+def test_norm_that_is_not_finite_is_refused_where_that_is_asked_for() -> None:
+    with cpu_shims():
+        assert torch.nn.utils.get_total_norm([torch.full((2,), torch.inf)]).isinf()
+        with pytest.raises(RuntimeError, match="have a norm of inf, and cannot be clipped"):
+            torch.nn.utils.get_total_norm([torch.full((2,), torch.inf)], error_if_nonfinite=True)
+
+
+def test_a_norm_that_torch_adds_up_well_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([x.double().norm() for x in tensors]).norm()
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", own)
+    with cpu_shims():
+        assert torch.nn.utils.get_total_norm is own

@@ -1,7 +1,7 @@
 """Trainers that write down losses, first gradients and expert statistics, to compare a composition with torchtitan alone."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.validate import Validator
+from torchtitan.config import JobConfig
 
 from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
@@ -112,6 +113,26 @@ class StockRecorder(IndexerTrainer):
             torch.save(record, Path(self.job_config.job.dump_folder) / RECORDS.replace("*", str(stage)))
 
 
+class RoundedRecorder(StockRecorder):
+    """The same record of torchtitan as it is, from weights of which each is the float before or after that of the checkpoint.
+
+    Args:
+        job_config: as torchtitan's Trainer takes it, with a checkpoint to begin with.
+        seed: of which weights grow; ranks that hold the same part of a parameter agree on it.
+    """
+
+    def __init__(self, job_config: JobConfig, seed: int) -> None:
+        super().__init__(job_config)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One step; before the first one, the weights that were loaded are moved."""
+        if self.step == 1:
+            for part in self.model_parts:
+                one_rounding_away(part.parameters(), self._generator)
+        super().train_step(data_iterator)
+
+
 class CompositionRecorder(StockRecorder, CompositionTrainer):
     """The same record from training with a composition."""
 
@@ -127,6 +148,20 @@ class CompositionRecorder(StockRecorder, CompositionTrainer):
             topk[:, :, list(positions)] = part
         whole = {n: self.cp.unshard(call.tensors[n].contiguous(), dim=2) for n in INDEX}
         return {"topk": topk, **whole}
+
+
+@torch.no_grad()
+def one_rounding_away(parameters: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Move every number to the float before or after it, in place.
+
+    Args:
+        parameters: float32.
+        generator: draws which number grows; ranks that hold the same part of a parameter draw the same.
+    """
+    for parameter in parameters:
+        held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        grows = torch.rand(held.shape, generator=generator).to(held.device) < 0.5
+        held.copy_(torch.nextafter(held, torch.where(grows, torch.inf, -torch.inf)))
 
 
 def _without_masks(
