@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cp_engine.call import Call
 from cp_engine.errors import CallError, Problem
 from cp_engine.lower import Memo, Result
+from cp_engine.spread import of_this_rank
 
 
 class Engine(Protocol):
@@ -75,7 +76,7 @@ class Site:
         if torch.compiler.is_compiling():  # a graph is made once, so it can hold no count and no graph node of a call
             if not self.active:
                 return self.plain(*args, **named)
-            call = self.binding(self.module, args, named)
+            call = of_this_rank(self.binding(self.module, args, named))
             return call.finish(self.active[-1].attend_compiled(call), {}, self.active[-1].sequence)
         is_recompute = torch._C._current_graph_task_id() != -1
         engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
@@ -83,7 +84,7 @@ class Site:
         if engine is None:
             out = self.plain(*args, **named)
         else:
-            call = self.binding(self.module, args, named)
+            call = of_this_rank(self.binding(self.module, args, named))
             result = engine.attend(call, self._passed(engine) if is_recompute else None)
             out, memo = call.finish(result.out, result.losses, engine.sequence), result.memo
         if not is_recompute:

@@ -71,7 +71,8 @@ def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
     for name, module in MODELS.items():
         with cpu_shims():
             spec = importlib.import_module(module).get_train_spec()
-        table[name] = {flavor: attention_shape(args) for flavor, args in spec.model_args.items()}
+        stages = {} if spec.pipelining_fn else {"pipeline": False}
+        table[name] = {flavor: {**attention_shape(args), **stages} for flavor, args in spec.model_args.items()}
     return table
 
 

@@ -17,9 +17,9 @@ from cp_engine.lower import Program
 from cp_engine.redistribute import Target
 from tests.conftest import Result
 from tests.helpers import plan_of
+from tests.test_comparison import record
 from tests.test_dsa import PUBLIC
 from tests.test_memory import most_held
-from tests.test_comparison import record
 from tests.test_training import VALIDATION, configured, losses, metrics, trained
 
 

@@ -24,7 +24,7 @@ PRESETS = {  # of 2 ranks each, and the model it is tried with; the first one me
     "needed_kv": "llama3",
     "mla_ulysses": "deepseek_v3",
 }
-MODELS = ("llama3", "deepseek_v3")
+MODELS = ("llama3", "deepseek_v3", "qwen3")
 PAIRS = {  # what is parallel beside 2 context-parallel ranks
     "fsdp": ("+titan.parallelism.data_parallel_shard_degree=2", "titan.training.local_batch_size=1"),
     "hsdp": ("+titan.parallelism.data_parallel_replicate_degree=2", "titan.training.local_batch_size=1"),
@@ -50,7 +50,7 @@ CHECKPOINTING = {
 }
 # One rank cannot be the reference where torchtitan itself differs from one rank; docs/torchtitan.md says how.
 DIFFERS_FROM_ONE_RANK = {("llama3", "pipeline"), ("deepseek_v3", "pipeline"), ("deepseek_v3", "tensor")}
-SHORT = {("deepseek_v3", "fsdp_expert", "ulysses")}
+SHORT = {("deepseek_v3", "fsdp_expert", "ulysses"), ("qwen3", "tensor", "ulysses")}
 
 
 def cases() -> list[object]:
@@ -59,6 +59,7 @@ def cases() -> list[object]:
     found = [(model, kind, first) for model in MODELS for kind in (*PAIRS, *CHECKPOINTING)]
     found += [(PRESETS[preset], kind, preset) for preset in others for kind in PAIRS]
     found = [case for case in found if case[0] == "deepseek_v3" or "expert" not in case[1]]
+    found.remove(("qwen3", "pipeline", first))  # torchtitan has no stages for it
     return [pytest.param(*case, marks=() if case in SHORT else pytest.mark.long, id="-".join(case)) for case in found]
 
 
@@ -92,6 +93,12 @@ def test_training_agrees_with_torchtitan_alone(tmp_path: Path, model: str, kind:
     assert len(comparison.losses) == (8 if validation else 5)
     assert len(comparison.gradient_errors) > 50  # of every stage
     assert len(comparison.expert_errors) == (10 if model == "deepseek_v3" else 0)
+
+
+def test_a_model_without_pipeline_stages_is_refused(tmp_path: Path) -> None:
+    (problem,) = refusals(job_of(tmp_path, "qwen3", "pipeline", "ulysses"))
+    assert problem.key == "titan.parallelism.pipeline_parallel_degree"
+    assert problem.what == "is 2, and torchtitan 0.2.2 has no pipeline stages for qwen3"
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from math import isfinite
 from cp_engine import data, world
 from cp_engine.errors import Problem, suggest
 from cp_engine.integrations import torchtitan_packages, torchtitan_resume
-from cp_engine.keys import value_of
+from cp_engine.keys import shape_row, value_of
 from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of, read
 
@@ -79,6 +79,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         *_latent_problems(config),
         *_indexer_problems(config),
         *_compile_problems(config),
+        *_stage_problems(config),
         *_expert_problems(config),
         *torchtitan_resume.check(config),
     ]
@@ -205,6 +206,14 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     elif text.get("path") is not None:
         what = f"is null, and text of {text['path']} that was trained on would be validated on"
         yield Problem(key=key, what=what, tries=(f"{key}=<folder of .jsonl files>",))
+
+
+def _stage_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A model that torchtitan does not cut into pipeline stages."""
+    key = "titan.parallelism.pipeline_parallel_degree"
+    if int(str(value_of(config, key))) > 1 and shape_row(config).get("pipeline") is False:
+        what = f"is {value_of(config, key)}, and torchtitan 0.2.2 has no pipeline stages for {value_of(config, 'titan.model.name')}"
+        yield Problem(key=key, what=what, tries=(f"{key}=1",))
 
 
 def _expert_problems(config: Mapping[str, object]) -> Iterator[Problem]:

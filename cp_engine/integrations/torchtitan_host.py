@@ -31,6 +31,7 @@ from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations import torchtitan_npu
 from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
 from cp_engine.integrations.torchtitan_spec import spec_of
+from cp_engine.integrations.torchtitan_tied import sharded_once
 from cp_engine.integrations.torchtitan_validation import text_builder
 from cp_engine.sites import QKV, site_of
 from cp_engine.sparse_attention import TENSORS
@@ -162,10 +163,11 @@ def _fill(node: object, values: Mapping[str, object], key: str, problems: list[P
 def _parallelize_with(upstream: specs.ParallelizeFunction, is_composed: bool) -> specs.ParallelizeFunction:
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         parallelized: nn.Module
-        if is_composed:
-            parallelized = _without_own_context_parallelism(upstream, model, parallel_dims, job_config)
-        else:
-            parallelized = upstream(model, parallel_dims, job_config)
+        with sharded_once(model, upstream):
+            if is_composed:
+                parallelized = _without_own_context_parallelism(upstream, model, parallel_dims, job_config)
+            else:
+                parallelized = upstream(model, parallel_dims, job_config)
         if device_type == "cpu":
             reduce_by_sum(parallelized)
         return parallelized
