@@ -25,6 +25,10 @@ class Engine(Protocol):
     def sequence(self) -> int:
         """The length that the plan is for, in tokens."""
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """World ranks of the plan."""
+
     def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """The attention of one call, on local tensors, and what a recompute may use of it.
 
@@ -76,15 +80,16 @@ class Site:
         if torch.compiler.is_compiling():  # a graph is made once, so it can hold no count and no graph node of a call
             if not self.active:
                 return self.plain(*args, **named)
-            call = of_this_rank(self.binding(self.module, args, named))
-            return call.finish(self.active[-1].attend_compiled(call), {}, self.active[-1].sequence)
+            current = self.active[-1]
+            call = of_this_rank(self.binding(self.module, args, named), current.ranks)
+            return call.finish(current.attend_compiled(call), {}, current.sequence)
         is_recompute = torch._C._current_graph_task_id() != -1
         engine = self._of_forward() if is_recompute else (self.active[-1] if self.active else None)
         memo = None
         if engine is None:
             out = self.plain(*args, **named)
         else:
-            call = of_this_rank(self.binding(self.module, args, named))
+            call = of_this_rank(self.binding(self.module, args, named), engine.ranks)
             result = engine.attend(call, self._passed(engine) if is_recompute else None)
             out, memo = call.finish(result.out, result.losses, engine.sequence), result.memo
         if not is_recompute:

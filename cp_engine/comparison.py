@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Final, Literal, TypedDict
 
@@ -12,9 +13,9 @@ LOSS_BOUND = 1e-5  # absolute; float32 reordering alone gives 1e-6 on the debug 
 GRADIENT_BOUND = 1e-5  # of each parameter, by norm; float32 reordering alone gives 2e-7
 SELECTION_BOUND = 1e-6  # of a score: how far from the last selected key one may be that only one run selects
 EXPERT_BOUND = 1e-6  # absolute: counts are whole numbers, and a step moves a bias by 1e-3
+ANY_STEPS = 1.0  # more than a bias moves in all steps
 ROUNDINGS = 10  # times what rounding was measured to do after step 1, where that is more than the bound above
-LOSS_MOST = 1e-3  # a bound above it would take another batch, or another gradient, for a rounding
-EXPERT_MOST = 5e-3  # the same of a bias, which a step moves by 1e-3
+LOSS_MOST = 1e-4  # of the loss: a bound above it would take another batch, or another gradient, for a rounding
 OK, UNKNOWN, WRONG = "ok", "unknown", "WRONG"
 BIAS = "expert_bias"
 RECORDS = "record*.pt"  # one for each pipeline stage, which holds parameters and experts of its own
@@ -88,37 +89,43 @@ class Comparison:
         return WRONG not in verdicts and UNKNOWN in verdicts
 
     def loss_bound(self, label: str) -> float:
-        """Of a loss, absolute."""
+        """How far rounding may move a loss, absolute."""
         return max(LOSS_BOUND, ROUNDINGS * self.rounding.get(label, 0.0))
 
     def expert_bound(self, name: str) -> float:
-        """Of an expert statistic, absolute."""
-        return max(EXPERT_BOUND, 0.0 if is_of_first_step(name) else ROUNDINGS * self.rounding.get(BIAS, 0.0))
+        """How far rounding may move an expert statistic, absolute: a bias goes by whole steps, so not at all or by any of them."""
+        is_moved = self.rounding.get(BIAS, 0.0) > EXPERT_BOUND
+        return ANY_STEPS if is_moved and not is_of_first_step(name) else EXPERT_BOUND
 
     def _verdicts(self) -> Iterator[tuple[bool, str]]:
         """Whether it is of step 1, and what the table says of it."""
         for name, theirs, ours in self.losses:
-            yield is_of_first_step(name), judged(abs(theirs - ours), self.loss_bound(name), LOSS_MOST)
+            yield is_of_first_step(name), judged(abs(theirs - ours), self.loss_bound(name), most_of(theirs))
         for _, error in self.gradient_errors:
             yield True, judged(error, GRADIENT_BOUND)
         for name, error in self.expert_errors:
-            yield is_of_first_step(name), judged(error, self.expert_bound(name), EXPERT_MOST)
+            yield is_of_first_step(name), judged(error, self.expert_bound(name), EXPERT_BOUND)
         for *_, distance in self.selection_errors:
             yield True, judged(distance, SELECTION_BOUND)
+
+
+def most_of(loss: float) -> float:
+    """The largest difference of a loss that may be called a rounding, absolute."""
+    return max(LOSS_BOUND, LOSS_MOST * abs(loss))
 
 
 def judged(error: float, bound: float, most: float = float("inf")) -> str:
     """What the table says of a difference.
 
     Args:
-        error: the difference; NaN is wrong.
-        bound: at most what it may be.
+        error: the difference; NaN where something was computed that is no number.
+        bound: at most what rounding makes of it; infinite where rounding alone may end in NaN.
         most: a bound above it tells nothing.
 
     Returns:
         `OK`, `WRONG`, or `UNKNOWN` where only a bound that tells nothing holds.
     """
-    return OK if error <= min(bound, most) else UNKNOWN if error <= bound else WRONG
+    return OK if error <= min(bound, most) else UNKNOWN if error <= bound or bound == float("inf") else WRONG
 
 
 def is_of_first_step(name: str) -> bool:
@@ -182,7 +189,8 @@ def _moved(stock: Record, rounded: Sequence[Record]) -> dict[str, float]:
         for label, before, after in _losses(stock, record):
             kind = label.rstrip("0123456789")
             if not is_of_first_step(label):
-                so_far[kind] = max(so_far[kind], abs(after - before))
+                apart = abs(after - before)
+                so_far[kind] = max(so_far[kind], apart if isfinite(apart) else float("inf"))
                 moved[label] = max(moved.get(label, 0.0), so_far[kind])
         for name, bias in record["experts"].items():
             if not is_of_first_step(name):

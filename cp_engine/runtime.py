@@ -65,6 +65,11 @@ class ContextParallel:
         return self.plan.shape.sequence
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """World rank of each plan rank; empty for a plan of one rank."""
+        return self._communicator.ranks if self._communicator else ()
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that left this rank in exchanges so far, counted at the collectives; its own part is not counted."""
         return self._communicator.traffic.bytes_sent if self._communicator else 0

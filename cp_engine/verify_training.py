@@ -171,9 +171,8 @@ def train_alone(config: Config, trainer_class: "Callable[[JobConfig], StockRecor
     with hosted(titan, data=section(config, "data"), is_composed=False):
         trainer = trainer_class(titan)
         try:
-            trainer.checkpointer.save(
-                curr_step=0, last_step=True
-            )  # the weights of every run; one that loads them saves nothing
+            # the weights of every run; one that loads them saves nothing
+            trainer.checkpointer.save(curr_step=0, last_step=True)
             trainer.train()
         finally:
             trainer.close()

@@ -16,6 +16,7 @@ def record(
     stage: int = 0,
     spread: float = 0.0,
     experts: torch.Tensor | None = None,
+    expert_bias: torch.Tensor | None = None,
     **gradients: torch.Tensor,
 ) -> Path:
     folder.mkdir(exist_ok=True)
@@ -26,7 +27,7 @@ def record(
         validation_losses=[],
         gradients=gradients,
         spread=dict.fromkeys(gradients, spread),
-        experts={} if experts is None else {"tokens_per_expert": experts},
+        experts={n: x for n, x in (("tokens_per_expert", experts), ("expert_bias", expert_bias)) if x is not None},
     )
     torch.save(whole, folder / f"record{stage}.pt")
     return folder
@@ -82,8 +83,11 @@ def test_comparison_does_not_blame_the_composition_for_ranks_that_torchtitan_lea
         (1.0 + 5e-5, (1.0, 1.0 - 6e-6), "verified"),
         (1.0 + 2e-3, (1.0 + 1e-3, 1.0), "NOT DECIDED"),
         (1.0 + 2e-2, (1.0 + 1e-3, 1.0), "WRONG"),
-        (1.0 + 5e-4, (1.0 + 1.0, 1.0), "verified"),  # as near as if nothing had moved
+        (1.0 + 5e-5, (1.0 + 1.0, 1.0), "verified"),  # nearer than another batch would be
+        (1.0 + 2e-4, (1.0 + 1.0, 1.0), "NOT DECIDED"),
         (float("nan"), (1.0 + 1e-3, 1.0), "WRONG"),
+        (float("nan"), (1.0, float("nan")), "NOT DECIDED"),
+        (1.0 + 2e-4, (1.0, float("inf")), "NOT DECIDED"),
     ],
 )
 def test_a_later_loss_may_move_as_rounding_moves_it(
@@ -112,3 +116,32 @@ def test_what_step_1_computes_is_never_excused_by_rounding(tmp_path: Path) -> No
         found = compare(stock, folder, rounded)
         assert not found.is_within_bounds and not found.is_undecided
     assert compare(stock, record(tmp_path / "4", [2.0, 1.0 + 2e-5], **same)).is_in_doubt
+
+
+def test_a_loss_that_is_none_with_torchtitan_alone_tells_nothing(tmp_path: Path) -> None:
+    nan = float("nan")
+    folders = [record(tmp_path / name, [2.0, nan]) for name in ("stock", "ours", "rounded")]
+    assert compare(*folders[:2]).is_in_doubt and compare(*folders[:2], folders[2:]).is_undecided
+    at_once = [record(tmp_path / f"{i}", [nan, nan]) for i in range(3)]
+    assert not compare(*at_once[:2]).is_in_doubt and not compare(*at_once[:2], at_once[2:]).is_undecided
+
+
+@pytest.mark.parametrize("flipped", [0.0, 2e-3])
+@pytest.mark.parametrize("missing", [1e-3, 5e-3, 2.0, float("nan")])
+def test_a_bias_that_is_off_is_never_verified(tmp_path: Path, missing: float, flipped: float) -> None:
+    bias = torch.tensor([5e-3, -5e-3])
+    stock, ours = (
+        record(tmp_path / "stock", [2.0], expert_bias=bias),
+        record(tmp_path / "ours", [2.0], expert_bias=bias - missing),
+    )
+    found = compare(stock, ours, [record(tmp_path / "rounded", [2.0], expert_bias=bias - flipped)])
+    assert not found.is_within_bounds
+    assert found.is_undecided == (flipped > 0 and missing < 1)  # no number of steps moves it by 2
+
+
+def test_an_indexer_loss_is_small_and_so_is_what_it_may_be_off_by(tmp_path: Path) -> None:
+    stock, ours, rounded = (record(tmp_path / name, [2.0, 1.0]) for name in ("stock", "ours", "rounded"))
+    for folder, loss in ((stock, 1e-3), (ours, 1e-4), (rounded, 1e-3 + 1e-4)):
+        whole = torch.load(folder / "record0.pt") | {"indexer_losses": [0.1, loss]}
+        torch.save(whole, folder / "record0.pt")
+    assert compare(stock, ours, [rounded]).is_undecided

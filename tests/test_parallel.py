@@ -101,6 +101,14 @@ def test_a_model_without_pipeline_stages_is_refused(tmp_path: Path) -> None:
     assert problem.what == "is 2, and torchtitan 0.2.2 has no pipeline stages for qwen3"
 
 
+def test_compiling_beside_tensor_parallelism_is_refused(tmp_path: Path) -> None:
+    compiled = ("++titan.compile.enable=true", "cp.recompute=all")
+    (problem,) = refusals(job_of(tmp_path, "llama3", "tensor", "ulysses", *compiled))
+    assert problem.key == "titan.compile.components"
+    assert problem.what == "includes model, and titan.parallelism.tensor_parallel_degree is 2"
+    assert refusals(job_of(tmp_path, "llama3", "tensor", "ulysses", *compiled, *problem.tries)) == []
+
+
 @pytest.mark.long
 def test_pipeline_gradients_are_those_of_one_rank_times_the_tokens(tmp_path: Path) -> None:
     """torchtitan 0.2.2 divides the logged loss of a pipeline by the tokens, and not what it computes gradients of."""

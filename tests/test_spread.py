@@ -99,3 +99,44 @@ def test_another_spread_is_refused(four: World, placements: dict[str, Placement 
         assert len(found) == len(expected)  # type: ignore[arg-type]
         for (key, what), begins in zip(found, expected, strict=True):  # type: ignore[call-overload]
             assert f"{key} {what}".startswith(begins)
+
+
+def refused_whole(kind: str) -> list[tuple[str, str]]:
+    """(key, what) of a call whose tensors are spread over ranks of the plan, or whose heads the ranks cannot share."""
+    mesh, attention = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), Attention()
+    plan, heads = (plan_of("ring", degree=4), 4) if kind == "plan" else (plan_of("none"), 6)
+    engine = ContextParallel(plan, mesh if kind == "plan" else None)
+    x = distribute_tensor(torch.randn(BATCH, heads, SEQUENCE, WIDTH), mesh, [Shard(1)])
+    with pytest.raises(CallError) as caught, engine.context(attention):
+        attention(x, x, x)
+    return [(problem.key, problem.what) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [("plan", "is spread over ranks of the plan"), ("uneven", "has 6 heads, and 4 ranks cannot hold as many each")],
+)
+def test_what_ranks_would_misread_is_refused_on_every_rank(four: World, kind: str, what: str) -> None:
+    assert four.run(refused_whole, kind) == [[(f"call.{name}", what) for name in "qkv"]] * 4
+
+
+def with_sinks() -> float:
+    """Largest error of out: sinks are a row per head, spread as heads are."""
+    mesh, attention = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"], Attention()
+    tensors, sinks = inputs(), torch.randn(HEADS, dtype=torch.float64)
+    shape = replace(in_float64(plan_of("none", "cp.steps.attend.sinks=true")).shape, batch=BATCH, sequence=SEQUENCE)
+    sizes = {"head_dim": WIDTH, "v_head_dim": WIDTH}
+
+    def out_of(cut: int, sinks: Tensor, **given: Tensor) -> Tensor:
+        here = replace(shape, heads=HEADS // cut, kv_heads=KV_HEADS // cut, **sizes)
+        engine = ContextParallel(plan_of("none", "cp.steps.attend.sinks=true", shape=here))
+        with engine.context(attention):
+            return attention(**given, sinks=sinks, enable_gqa=True)
+
+    given = {n: distribute_tensor(x, mesh, [Shard(1)]) for n, x in tensors.items()}
+    out = out_of(2, distribute_tensor(sinks, mesh, [Shard(0)]), **given)
+    return float((out.full_tensor() - out_of(1, sinks, **tensors)).abs().max())
+
+
+def test_sinks_are_spread_as_heads_are(four: World) -> None:
+    assert max(four.run(with_sinks)) < 1e-12  # type: ignore[type-var]

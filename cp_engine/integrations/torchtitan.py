@@ -163,6 +163,11 @@ def _compile_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             f"includes model, and cp.recompute is {cp['recompute']}; in a graph the compiler decides what is recomputed"
         )
         yield Problem(key=key, what=what, tries=("cp.recompute=all", loss_only))
+    tensor = int(str(value_of(config, "titan.parallelism.tensor_parallel_degree")))
+    if tensor > 1:
+        what = f"includes model, and titan.parallelism.tensor_parallel_degree is {tensor}"
+        rule = ("rule", "torch 2.13 then loses the gradient of the embedding, with and without context parallelism")
+        yield Problem(key=key, what=what, details=(rule,), tries=(loss_only,))
     if is_from_call(mask):
         what = "includes model, and each call brings a mask of its own; a graph is made once"
         yield Problem(key=key, what=what, tries=(loss_only,))

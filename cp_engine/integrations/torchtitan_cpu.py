@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 import torch._utils
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 @contextmanager
@@ -49,6 +50,21 @@ def reduce_by_sum(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def experts_ordered_on(device: torch.device) -> Iterator[None]:
+    """Let experts train on a CPU: torchtitan orders their tokens by a Triton kernel, and has the same in torch beside it.
+
+    Args:
+        device: of the training; nothing is changed on another than a CPU.
+    """
+    from torchtitan.models.moe import kernels  # here: it imports torchtitan
+
+    with ExitStack() as undo:
+        if device.type == "cpu":
+            _replace(undo, kernels, "fill_indices_wrapper", kernels.fill_indices_cpu)
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +146,12 @@ def _total_norm_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if not given or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in given):
+        given, order = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors), float(norm_type)
+        is_alike = len({isinstance(x, DTensor) for x in given}) == 1  # else torch says what is wrong
+        if not is_alike or any(x.dtype == torch.float64 or x.device.type != "cpu" for x in given):
             return original(given, norm_type, error_if_nonfinite, foreach)
-        norms = [torch.linalg.vector_norm(x, norm_type, dtype=torch.float64) for x in given]
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(torch.float32)
+        norms = [torch.linalg.vector_norm(x, order, dtype=torch.float64) for x in given]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order).to(torch.float32)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the gradients have a norm of {float(total)}, and cannot be clipped")
         return total

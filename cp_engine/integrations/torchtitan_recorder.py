@@ -15,6 +15,7 @@ from torchtitan.config import JobConfig
 
 from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
+from cp_engine.integrations.torchtitan_cpu import experts_ordered_on
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer, at_second_forward
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
@@ -94,7 +95,8 @@ class StockRecorder(IndexerTrainer):
             self.validator.post_dataloading_process = _without_masks
         for part in self.model_parts if self.parallel_dims.pp_enabled else ():
             at_second_forward(part, partial(_forget_experts, part))
-        super().train()
+        with experts_ordered_on(self.device):
+            super().train()
         stage_ranks = dist.get_world_size() // self.parallel_dims.pp  # the stage is the major axis of torchtitan's mesh
         stage, rank = divmod(dist.get_rank(), stage_ranks)
         spread = _spread(self._gradients)
@@ -118,7 +120,7 @@ class RoundedRecorder(StockRecorder):
 
     Args:
         job_config: as torchtitan's Trainer takes it, with a checkpoint to begin with.
-        seed: of which weights grow; ranks that hold the same part of a parameter agree on it.
+        seed: of which weights grow.
     """
 
     def __init__(self, job_config: JobConfig, seed: int) -> None:
@@ -156,7 +158,7 @@ def one_rounding_away(parameters: Iterable[Tensor], generator: torch.Generator) 
 
     Args:
         parameters: float32.
-        generator: draws which number grows; ranks that hold the same part of a parameter draw the same.
+        generator: draws which number grows, alike on ranks that hold parts of the same sizes.
     """
     for parameter in parameters:
         held = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -57,8 +57,9 @@ def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[
     if ranks and ranks != (wanted := world.data_parallel(config)):
         what = f"is {wanted} data-parallel ranks, and {checkpoint} has the place in the data of {ranks}"
         key, copies = "titan.parallelism.data_parallel_shard_degree", "titan.parallelism.data_parallel_replicate_degree"
-        shards = ranks // int(str(value_of(config, copies))) or 1
-        yield Problem(key=key, what=what, tries=(f"{key}={shards}",))
+        shards, rest = divmod(ranks, int(str(value_of(config, copies))))
+        tries = (f"{key}={shards}",) if not rest else (f"{key}={ranks} {copies}=1",)
+        yield Problem(key=key if not rest else copies, what=what, tries=tries)
     run = next((folder for folder in checkpoint.parents if (folder / SAVED).is_file()), None)
     if run is not None:
         yield from _told_otherwise(config, checkpoint, run)

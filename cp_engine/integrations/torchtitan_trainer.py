@@ -5,16 +5,15 @@ Importing this imports torchtitan, on CPU inside `cpu_shims`.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
-from torchtitan.models.moe import kernels
 
 from cp_engine.errors import CallError, ConfigError, Problem
+from cp_engine.integrations.torchtitan_cpu import experts_ordered_on
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_validation import Batch, CompositionValidator, of_last_stage
@@ -104,12 +103,7 @@ class CompositionTrainer(IndexerTrainer):
 
     def train(self) -> None:
         """Train with the plan attached to every attention of the model, for as long as training runs."""
-        with ExitStack() as undo:
-            if self.device.type == "cpu":
-                # expert parallelism orders tokens by a Triton kernel; torchtitan has the same in torch beside it
-                undo.callback(setattr, kernels, "fill_indices_wrapper", kernels.fill_indices_wrapper)
-                kernels.fill_indices_wrapper = kernels.fill_indices_cpu
-            undo.enter_context(self.cp.context(*self.model_parts))
+        with experts_ordered_on(self.device), self.cp.context(*self.model_parts):
             super().train()
 
     def should_continue_training(self) -> bool:
