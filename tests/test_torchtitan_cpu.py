@@ -76,6 +76,13 @@ def test_histc_counts_integers_as_it_counts_floats(bins: int) -> None:
     assert counts.dtype == values.dtype
 
 
+def test_histc_of_integers_is_compiled_into_one_graph() -> None:
+    values = torch.tensor([[0, 3, 7, 7], [8, -1, 9, 3]])
+    with cpu_shims():
+        counted = torch.compile(lambda x: torch.histc(x, bins=8, min=0, max=8), backend="aot_eager", fullgraph=True)
+        assert counted(values).tolist() == [1, 0, 0, 2, 0, 0, 0, 3]
+
+
 def test_histc_with_other_bins_still_refuses_integers() -> None:
     with cpu_shims(), pytest.raises((RuntimeError, NotImplementedError)):
         torch.histc(torch.arange(4), bins=2, min=0, max=4)

@@ -365,6 +365,9 @@ def test_check_refuses_to_resume_another_job(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("TEXTS")
     unset = torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}", "titan.training.steps=30"))
     assert "TEXTS" in {p.key: p.what for p in unset}["launch.resume"]
+    copies = "titan.parallelism.data_parallel_replicate_degree"
+    of_copies = torchtitan.check(configured(tmp_path / "new", f"launch.resume={tmp_path}", f"+{copies}=3"))
+    assert {p.key: p.tries for p in of_copies}[copies] == (f"{shards}=2 {copies}=1",)
     assert found[shards].tries == (f"{shards}=2",) and found["titan.training.steps"].tries == (
         "titan.training.steps=30",
     )

@@ -121,10 +121,10 @@ def _histc_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     ) -> torch.Tensor:
         if input.is_floating_point() or input.device.type != "cpu" or (min, max) != (0, bins) or keywords:
             return original(input, bins=bins, min=min, max=max, **keywords)
-        flat = input.reshape(-1)
-        counts = torch.bincount(
-            flat[(flat >= 0) & (flat <= max)].clamp(max=bins - 1), minlength=bins
-        )  # histc's last bin holds max
+        flat = input.reshape(-1).long()
+        # the last bin holds max; what is in none goes to one beside them: a graph needs a size that no number decides
+        bin = torch.where((flat >= 0) & (flat <= max), flat.clamp(max=bins - 1), bins)
+        counts = flat.new_zeros(bins + 1).scatter_add(0, bin, torch.ones_like(flat))[:bins]
         return counts.to(input.dtype)
 
     return histc
