@@ -54,6 +54,9 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     if attention != "sdpa" and devices.of_tensors(devices.resolve(device, 1) if device == "auto" else device) == "cpu":
         what = f"attends with {attention}, which torchtitan alone cannot train with on a CPU"
         problems.append(Problem(key="titan.model.flavor", what=what, tries=("verify.level=attention",)))
+    if (experts := shape_row(config).get("experts")) is not None:
+        what = f"computes its experts in {experts} whatever the job says; both runs are compared in float32"
+        problems.append(Problem(key="titan.model.flavor", what=what, tries=("verify.level=attention",)))
     if section(config, "launch").get("resume") is not None:
         what = "the comparison starts from weights of its own"
         problems.append(Problem(key="launch.resume", what=what, tries=("launch.resume=null",)))

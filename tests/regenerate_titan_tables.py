@@ -10,6 +10,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 from cp_engine.integrations.config_modules import keys_of
@@ -72,8 +73,20 @@ def titan_shapes() -> dict[str, dict[str, dict[str, object]]]:
         with cpu_shims():
             spec = importlib.import_module(module).get_train_spec()
         stages = {} if spec.pipelining_fn else {"pipeline": False}
-        table[name] = {flavor: {**attention_shape(args), **stages} for flavor, args in spec.model_args.items()}
+        table[name] = {
+            flavor: {**attention_shape(args), **experts(args), **stages} for flavor, args in spec.model_args.items()
+        }
     return table
+
+
+def experts(args: object) -> dict[str, object]:
+    """The dtype that experts are computed in whatever the job says, also without a GPU."""
+    from torchtitan.config import JobConfig
+
+    made = deepcopy(args)
+    made.update_from_config(JobConfig())
+    has_experts = getattr(made, "moe_enabled", hasattr(made, "moe_args"))
+    return {"experts": "bfloat16"} if has_experts and made.moe_args.use_grouped_mm else {}
 
 
 def attention_shape(args: object) -> dict[str, object]:

@@ -101,6 +101,12 @@ def test_a_model_without_pipeline_stages_is_refused(tmp_path: Path) -> None:
     assert problem.what == "is 2, and torchtitan 0.2.2 has no pipeline stages for qwen3"
 
 
+def test_experts_in_half_precision_are_not_compared(tmp_path: Path) -> None:
+    experts = "titan.model.flavor=debugmodel_moe"
+    (problem,) = refusals(job_of(tmp_path, "qwen3", "full", "ulysses", experts))
+    assert problem.key == "titan.model.flavor" and "computes its experts in bfloat16" in problem.what
+
+
 def test_compiling_beside_tensor_parallelism_is_refused(tmp_path: Path) -> None:
     compiled = ("++titan.compile.enable=true", "cp.recompute=all")
     (problem,) = refusals(job_of(tmp_path, "llama3", "tensor", "ulysses", *compiled))

@@ -196,7 +196,7 @@ def test_weights_one_rounding_away_are_the_floats_beside_them(one_rank: None) ->
 
 def test_comparison_whose_roundings_grow_beyond_telling_is_not_decided(launch: Callable[..., Result]) -> None:
     options = ("mode=verify", "verify.level=training", "cp=ulysses", "model=llama3", "titan.training.seq_len=32")
-    result = launch(*options, "titan.optimizer.lr=0.3", timeout=200)
+    result = launch(*options, "titan.optimizer.lr=1", timeout=200)
     assert result.code == 1 and "NOT DECIDED: step 1 agrees" in result.out, result.out + result.err
     assert "4/4 torchtitan alone, 5 steps: from weights one rounding away" in result.out
     rows = [line.split() for line in result.out.splitlines() if re.match(r"[1-5] ", line)]
