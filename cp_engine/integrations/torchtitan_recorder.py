@@ -15,7 +15,6 @@ from torchtitan.config import JobConfig
 
 from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
-from cp_engine.integrations.torchtitan_cpu import experts_ordered_on
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer, at_second_forward
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
@@ -95,8 +94,7 @@ class StockRecorder(IndexerTrainer):
             self.validator.post_dataloading_process = _without_masks
         for part in self.model_parts if self.parallel_dims.pp_enabled else ():
             at_second_forward(part, partial(_forget_experts, part))
-        with experts_ordered_on(self.device):
-            super().train()
+        super().train()
         stage_ranks = dist.get_world_size() // self.parallel_dims.pp  # the stage is the major axis of torchtitan's mesh
         stage, rank = divmod(dist.get_rank(), stage_ranks)
         spread = _spread(self._gradients)
