@@ -24,7 +24,7 @@ from tests.test_training import VALIDATION, configured, losses, metrics, trained
 
 
 def test_command_trains_and_both_losses_fall(launch: Callable[..., Result], tmp_path: Path) -> None:
-    result = launch("cp=dsa", "hydra.run.dir=run", timeout=180)
+    result = launch("cp=dsa", "hydra.run.dir=run")
     assert result.code == 0, result.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 20

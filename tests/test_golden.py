@@ -16,7 +16,7 @@ import pytest
 from cp_engine import explain, reference
 from cp_engine.plan import Plan
 from cp_engine.shape import Shape
-from tests.conftest import clean_environment
+from tests.conftest import PATIENCE, clean_environment
 from tests.helpers import CAUSAL, EVERY, SPARSE, begins_with_latent, fitting, plan_of, small
 
 FOLDER = Path(__file__).parent / "golden"
@@ -217,7 +217,12 @@ def thousand() -> dict[tuple[str, ...], dict[str, float]]:
     """What planning gives in a process of its own, in which nothing else is imported."""
     command = [sys.executable, "-c", PLANNING, json.dumps(list(SENT))]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=clean_environment(OMP_NUM_THREADS="1"), timeout=120, check=False
+        command,
+        capture_output=True,
+        text=True,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

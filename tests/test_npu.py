@@ -223,7 +223,7 @@ def test_a_job_trains_with_the_operators(
     launch: Callable[..., Result], tmp_path: Path, arguments: list[str], said: list[str]
 ) -> None:
     job = ("launch.device=npu_reference", "titan.training.steps=3", "hydra.run.dir=run")
-    result = launch(*arguments, *job, timeout=200)
+    result = launch(*arguments, *job)
     assert result.code == 0, result.out + result.err
     assert not [text for text in said if text not in result.out], result.out
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

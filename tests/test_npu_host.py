@@ -356,7 +356,7 @@ def hosted(launch: Callable[..., Result]) -> Callable[..., Result]:
         "launch.device=npu_reference",
         "titan.debug.seed=0",
     )  # its default draws other weights each time
-    return lambda file, *options: launch(f"toml={OWN / file}.toml", *same, *options, timeout=280, PYTHONPATH=path)
+    return lambda file, *options: launch(f"toml={OWN / file}.toml", *same, *options, PYTHONPATH=path)
 
 
 FLOAT32 = ("mode=verify", "verify.level=training", "titan.training.mixed_precision_param=float32")

@@ -284,7 +284,7 @@ def test_training_from_a_toml_agrees_with_torchtitan_alone(
     launch: Callable[..., Result], tmp_path: Path, file: str, options: tuple[str, ...]
 ) -> None:
     same = ("data=builtin", "titan.training.mixed_precision_param=float32", *SHORT, *options)
-    result = launch("mode=verify", "verify.level=training", f"toml={OWN / file}.toml", *same, timeout=200)
+    result = launch("mode=verify", "verify.level=training", f"toml={OWN / file}.toml", *same)
     assert result.code == 0 and result.out.rstrip().endswith("verified"), result.out + result.err
 
 
@@ -307,7 +307,7 @@ def test_toml_trains_on_torchtitans_own_text_and_tokenizer(launch: Callable[...,
         f'[job]\ndump_folder = "{tmp_path / "dump"}"\n'
     )
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "home")}
-    result = launch("toml=run.toml", "hydra.run.dir=run", timeout=200, **offline)
+    result = launch("toml=run.toml", "hydra.run.dir=run", **offline)
     assert result.code == 0, result.out + result.err
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(0 < row["loss"] < 20 for row in rows)
