@@ -492,8 +492,10 @@ def test_autocast_rounds_no_score(dense_from: int, monkeypatch: pytest.MonkeyPat
             outs = [results["out"][0], results["indexer_loss"][0]]
             grads = torch.autograd.grad(outs, [x for (x,) in given.values()], [dout.float(), torch.ones(())])
         found.append([*outs, *grads])
-    for exact, cast in zip(*found, strict=True):
-        assert torch.equal(exact, cast)
+    for exact, cast in zip(
+        *found, strict=True
+    ):  # sums of some hundred roundings of 1e-7; one rounding to bfloat16 is 4e-3
+        assert float((exact - cast).norm() / exact.norm()) < 1e-5
 
 
 def test_the_weight_of_the_loss_is_not_rounded_to_a_half_type() -> None:
@@ -547,9 +549,9 @@ def test_a_module_of_ones_own_runs_under_an_engine_that_the_library_compiles() -
     plain = attention(**given, scale=0.2)
     with engine.context(attention):
         under = attention(**given, scale=0.2)
-    assert torch.equal(plain[0], under[0]) and torch.equal(plain[1], under[1])
     expected = reference.sparse(tensors, reference.visible(CAUSAL, 64), 0.2, 10)
-    assert float((under[0] - expected[0]).abs().max()) < BOUND and float((under[1] - expected[1]).abs()) < BOUND
+    for out, loss in (plain, under):
+        assert float((out - expected[0]).abs().max()) < BOUND and float((loss - expected[1]).abs()) < BOUND
     with pytest.raises(CPError, match=r"call\.topk"), engine.context(attention):
         attention.topk = 11
         attention(**given, scale=0.2)

@@ -593,7 +593,7 @@ def recompute_after_exit(cp: Mapping[str, object], reentrant: bool) -> None:
         gradients.append([p.grad for p in model.parameters()])
         traffic.append((engine.bytes_sent, engine.collectives))
     for a, b in zip(*gradients, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
     (forward, hops), (backward, hops_back) = planned_traffic(engine.plan, engine.rank)
     engine.close()
     whole = 2 if engine.plan.recompute == "all" else 1  # forward passes of the composition in a step

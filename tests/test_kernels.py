@@ -21,7 +21,7 @@ from cp_engine.lower import Program
 from cp_engine.mask import mask_of
 from cp_engine.redistribute import Target
 from cp_engine.tiles import Tile, Tiling, tiling
-from tests.conftest import clean_environment
+from tests.conftest import PATIENCE, clean_environment
 from tests.helpers import SMALL, assert_close, index_set, plan_of, small
 
 BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}
@@ -243,8 +243,8 @@ def test_kernel_survives_large_scores(kernel: Kernel) -> None:
 def test_causal_is_aligned_top_left(kernel: Kernel) -> None:
     q, k, v, _ = random_qkv(6, 6)
     out, lse = kernel.forward(q, k, v, causal(6), SCALE)
-    torch.testing.assert_close(out[:, :, 0], v[:, :, 0], rtol=0, atol=1e-14)  # query 0 sees key 0 and no other
-    torch.testing.assert_close(lse[:, :, 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) * SCALE, rtol=0, atol=1e-14)
+    torch.testing.assert_close(out[:, :, 0], v[:, :, 0], rtol=0, atol=1e-13)  # query 0 sees key 0 and no other
+    torch.testing.assert_close(lse[:, :, 0], (q[:, :, 0] * k[:, :, 0]).sum(-1) * SCALE, rtol=0, atol=1e-13)
 
 
 def test_kernels_agree_on_many_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ def test_merge_equals_softmax_over_both_parts() -> None:
     (out, lse), (part, part_lse) = parts
     merge(out, lse, part, part_lse)
     wanted = dense(q, k, v, dout, torch.ones(7, 12, dtype=torch.bool))
-    assert_close({"out": out, "lse": lse}, {n: wanted[n] for n in ("out", "lse")}, 1e-14)
+    assert_close({"out": out, "lse": lse}, {n: wanted[n] for n in ("out", "lse")}, 1e-13)
 
 
 def test_merge_of_rows_that_saw_nothing() -> None:
@@ -629,7 +629,12 @@ def test_benchmark_runs_every_kernel_and_says_what_it_cannot_do(tmp_path: Path) 
     script = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
     command = [sys.executable, str(script), "--device", "cpu", "--smoke", "--markdown", str(tmp_path / "table.md")]
     done = subprocess.run(
-        command, env=clean_environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=clean_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in (tmp_path / "table.md").read_text().splitlines()[4:]]

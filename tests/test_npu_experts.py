@@ -97,9 +97,10 @@ def test_grouped_products_are_those_of_each_group(dtype: torch.dtype, counts: li
     of_counts = {"group_list": torch.tensor(counts), "group_list_type": 1}
     (again,) = torch.ops.npu.npu_grouped_matmul([x], [weight], **of_counts, **named)
     used = int(ends[-1])
-    assert torch.equal(found[:used], again[:used]) and found[used:].isnan().all()  # what is in no group is not written
+    assert found[used:].isnan().all()  # what is in no group is not written
     expert = [e for e, n in enumerate(counts) for _ in range(n)]
-    close(found[:used], torch.stack([x[i].double() @ weight[e].double() for i, e in enumerate(expert)]))
+    for rows in (found[:used], again[:used]):
+        close(rows, torch.stack([x[i].double() @ weight[e].double() for i, e in enumerate(expert)]))
     summed = {"split_item": 3, "group_type": 2}
     (found,) = torch.ops.npu.npu_grouped_matmul([x.T], [other], **of_counts, **summed)
     expected = torch.zeros(3, 6, 5, dtype=torch.float64)

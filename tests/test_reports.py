@@ -31,7 +31,6 @@ from tests.helpers import (
     PRESETS,
     assert_close,
     assert_equals_reference,
-    assert_identical,
     begins_with_latent,
     computed,
     fitting,
@@ -154,8 +153,10 @@ def test_pad_tokens_behind_any_number_of_real_ones_move_nothing(preset: str, is_
             tensors[name][:, :, real:] *= -3
         again = attended(plan, tensors, dout)
         is_of_tokens = {n: x for n, x in found.items() if n[1:] not in plan.parameters}
-        assert_identical(
-            {n: again[n][:, :, :real] for n in is_of_tokens}, {n: x[:, :, :real] for n, x in is_of_tokens.items()}
+        assert_close(
+            {n: again[n][:, :, :real] for n in is_of_tokens},
+            {n: x[:, :, :real] for n, x in is_of_tokens.items()},
+            BOUND,
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 def rotate_pairs(x: Tensor, freqs_cis: Tensor, positions: Tensor | None, *, interleaved: bool) -> Tensor:
     """Rope: turns each pair of values by the angle of its token's position.
 
-    In float32 and below this is torchtitan's `apply_rotary_emb` bit for bit; that one rounds float64 to float32.
+    In float32 and below this is torchtitan's `apply_rotary_emb`; that one rounds float64 to float32.
 
     Args:
         x: [B, S, H, R].
