@@ -142,7 +142,7 @@ class World:
 
     def _ended(self, rank: int) -> int | None:
         process = self.processes[rank]
-        process.join(10)
+        process.join(60)
         process.kill()
         process.join()
         return process.exitcode
