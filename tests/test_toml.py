@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
@@ -19,7 +18,7 @@ from omegaconf import OmegaConf
 from cp_engine import cli, experiment, train
 from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError
-from cp_engine.integrations.toml_file import read_toml
+from cp_engine.integrations.toml_file import read_toml, tomllib
 from cp_engine.integrations.toml_rules import Rules
 from cp_engine.integrations.toml_translation import Asked, Translation
 from cp_engine.integrations.torchtitan_cpu import cpu_shims

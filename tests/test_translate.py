@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tomllib
 import yaml
 
+from cp_engine.integrations.toml_file import tomllib
 from tests.conftest import Result
 
 Command = Callable[..., Result]
