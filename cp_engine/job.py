@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 
-from cp_engine import devices
+from cp_engine import devices, versions
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.keys import ABSENT, key_problems, lookup, shape_row, shape_table, value_of
 from cp_engine.shape import Shape
@@ -38,6 +38,8 @@ def problems(config: Mapping[str, object]) -> list[Problem]:
     found = [*_degree_problems(config), *_head_problems(config), *_verify_problems(config)]
     if found or not needs_ranks(config):
         return found
+    if found := list(versions.problems()):
+        return found  # the checks that follow import them
     from cp_engine import data, verify_training  # here: they need torch, and planning does not
     from cp_engine.integrations import torchtitan
 
