@@ -30,6 +30,7 @@ from cp_engine.data.loader import ByteTokenizer, loader_builder
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations import torchtitan_npu
 from cp_engine.integrations.torchtitan_cpu import reduce_by_sum
+from cp_engine.integrations.torchtitan_loss import summed
 from cp_engine.integrations.torchtitan_spec import spec_of
 from cp_engine.integrations.torchtitan_tied import sharded_once
 from cp_engine.integrations.torchtitan_validation import text_builder
@@ -97,6 +98,7 @@ def hosted(job_config: JobConfig, *, data: Mapping[str, object], is_composed: bo
                 },
                 parallelize_fn=_parallelize_with(spec.parallelize_fn, is_composed),
                 **_text_of(data),
+                build_loss_fn=summed(spec.build_loss_fn) if is_composed else spec.build_loss_fn,
                 build_metrics_processor_fn=_recorded_metrics,
                 build_validator_fn=spec.build_validator_fn or build_validator,  # DeepSeek-V3 brings none
             ),
