@@ -27,6 +27,8 @@ KEYS: Mapping[str, str] = {
     "data.path": "str | null",
     "data.field": "str",
     "data.dataset": "str | null",
+    "data.cut": "list[str]",
+    "data.whole": "list[str]",
     "launch.device": "'auto' | 'cpu' | 'cuda' | 'npu' | 'npu_reference'",
     "launch.nproc": "int | null",
     "launch.inline": "bool",

@@ -52,6 +52,7 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         config: the composed configuration.
         trainer_class: the trainer, or one that records more.
     """
+    from cp_engine.integrations.torchtitan_companions import declared
     from cp_engine.integrations.torchtitan_host import hosted, job_config
     from cp_engine.integrations.torchtitan_spec import refuse_other_shape
 
@@ -60,7 +61,9 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         shape = shape_of(config)
         refuse_other_shape(job, shape)
         plan = plan_from_config(section(config, "cp"), shape=shape, mask=section(config, "mask"))
-        trainer = trainer_class(job, plan, _writer(config, finish), str(section(config, "launch")["device"]))
+        companions = declared(section(config, "data"))
+        kernels = str(section(config, "launch")["device"])
+        trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions)
         finish.callback(trainer.close)
         if job.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -571,8 +571,8 @@ def packed() -> dict[str, torch.Tensor]:
     return {"positions": positions, "features": torch.arange(512).reshape(2, 128, 2)}
 
 
-def test_all_companions_of_the_tokens_are_cut_by_the_layout(tmp_path: Path) -> None:
-    config = configured(tmp_path, "cp=ulysses", "model=llama3", "layout@cp.layout=zigzag")
+def test_declared_companions_of_the_tokens_are_cut_by_the_layout(tmp_path: Path) -> None:
+    config = configured(tmp_path, "cp=ulysses", "model=llama3", "layout@cp.layout=zigzag", "data.cut=[features]")
     elastic.run_ranks(cut_batches, config, tmp_path, ranks=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     assert torch.equal(ranks[0]["text"], ranks[1]["text"])

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from cp_engine.errors import ConfigError, Problem, suggest
 
-KEYS = ("path", "field", "dataset")
+KEYS = ("path", "field", "dataset", "cut", "whole")
 TEXTS = {"c4": None, "c4_test": "tests/assets/c4_test", "c4_validation": None}
 """torchtitan 0.2.2's data sets of text, and where one lies if nothing else is said; None: read over the network."""
 TOKENIZER = "./tests/assets/tokenizer"
 """torchtitan's default for model.hf_assets_path."""
 SUFFIX = ".jsonl"
+TOKENS = ("input", "labels", "positions")
+"""What every batch holds, or may hold, for its tokens."""
 
 
 def check(config: Mapping[str, object]) -> list[Problem]:
@@ -36,6 +38,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
             problems.append(
                 Problem(key=f"data.{key}", what="unknown key", details=allowed, tries=(near,) if near else ())
             )
+    problems += _companion_problems(data)
     path, field = data.get("path"), data.get("field", "text")
     if data.get("dataset") is not None:
         return [*problems, *_check_dataset(config, str(data["dataset"]))]
@@ -56,6 +59,27 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     else:
         problems += _check_folder(Path(path), field)
     return problems
+
+
+def _companion_problems(data: Mapping[str, object]) -> Iterator[Problem]:
+    """Companions are declared once, and only those that a loader can bring."""
+    named = {key: data[key] for key in ("cut", "whole") if data.get(key)}
+    lists = {key: [str(n) for n in names] for key, names in named.items() if isinstance(names, list)}
+    for key in named.keys() - lists.keys():
+        yield Problem(
+            key=f"data.{key}", what=f"must be a list of names, not {data[key]!r}", tries=(f"'data.{key}=[]'",)
+        )
+    for name in set(lists.get("cut", [])) & set(lists.get("whole", [])):
+        yield Problem(key="data.whole", what=f"names {name}, and so does data.cut", tries=("'data.whole=[]'",))
+    for key, names in lists.items():
+        tokens = [name for name in names if name in TOKENS]
+        if tokens:
+            what = f"names {', '.join(tokens)}, which {'is' if len(tokens) == 1 else 'are'} always cut with the tokens"
+            yield Problem(key=f"data.{key}", what=what, tries=(f"'data.{key}=[]'",))
+        if data.get("dataset") is None:
+            what = f"names {', '.join(names)}, and text that is read as bytes has no companions"
+            rule = ("rule", "companions come from a data set of torchtitan's, or of a module: data.dataset=...")
+            yield Problem(key=f"data.{key}", what=what, details=(rule,), tries=(f"'data.{key}=[]'",))
 
 
 def dataset_of(config: Mapping[str, object]) -> str | None:

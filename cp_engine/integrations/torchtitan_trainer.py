@@ -4,7 +4,7 @@ Importing this imports torchtitan, on CPU inside `cpu_shims`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
 
-from cp_engine.errors import CallError, ConfigError, Problem
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.torchtitan_companions import Declared, to_cut
 from cp_engine.integrations.torchtitan_cpu import experts_ordered_on
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
@@ -52,6 +53,7 @@ class CompositionTrainer(IndexerTrainer):
         plan: the compiled composition.
         report: called on every rank after each logged step, and after its validation if there is one.
         kernels: device whose kernels are chosen; None is the job's.
+        companions: what is cut with the tokens; none but `positions` if nothing is said.
 
     Raises:
         ConfigError: a model that brings a validation of its own.
@@ -60,11 +62,17 @@ class CompositionTrainer(IndexerTrainer):
     validator: BaseValidator
 
     def __init__(
-        self, job_config: JobConfig, plan: Plan, report: Callable[[StepReport], None], kernels: str | None = None
+        self,
+        job_config: JobConfig,
+        plan: Plan,
+        report: Callable[[StepReport], None],
+        kernels: str | None = None,
+        companions: Declared | None = None,
     ) -> None:
         super().__init__(job_config)
         self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type, kernels)
         self._report = report
+        self._declared = companions or Declared()
         self._has_trained = False
         if job_config.validation.enable:
             if type(self.validator) is not Validator:
@@ -76,17 +84,17 @@ class CompositionTrainer(IndexerTrainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], dict[str, object]]:
-        """Cut tokens, labels, positions and every per-token tensor by the plan's layout.
+        """Cut tokens, labels, positions and the companions that are declared per-token by the plan's layout.
 
         Args:
-            input_dict: `input` [B, S] and companions, each [B, S, ...].
+            input_dict: `input` [B, S] and companions; those that are cut are [B, S, ...].
             labels: [B, S], already shifted.
 
         Returns:
             Inputs and labels [B, local_sequence], companions of the first pipeline stage, arguments of every stage.
 
         Raises:
-            CallError: a tensor that has the sequence length in a dim other than its second.
+            CallError: a companion that has the sequence length and is not declared, or is to be cut and has another length.
         """
         inputs, labels, companions, arguments = super().post_dataloading_process(input_dict, labels)
         batch, sequence = inputs.shape
@@ -95,8 +103,7 @@ class CompositionTrainer(IndexerTrainer):
             return inputs, labels, companions, arguments if positions is None else {**arguments, "positions": positions}
         if positions is None:
             positions = torch.arange(sequence, device=inputs.device).expand(batch, sequence)
-        _refuse_undeclared(companions, sequence)
-        names = [name for name, tensor in companions.items() if tensor.ndim > 1 and tensor.shape[1] == sequence]
+        names = to_cut(companions, sequence, self._declared)
         cut = self.cp.shard(inputs, labels, positions, *(companions[name] for name in names), dim=1)
         companions.update(zip(names, cut[3:], strict=True))
         return cut[0], cut[1], companions, {**arguments, "positions": cut[2]}
@@ -160,14 +167,3 @@ def loss_of_last_stage(trainer: IndexerTrainer) -> float:
     if not trainer.parallel_dims.pp_enabled:
         return loss
     return of_last_stage(loss, trainer.pp_has_last_stage, trainer.device)
-
-
-def _refuse_undeclared(companions: Mapping[str, torch.Tensor], sequence: int) -> None:
-    problems = []
-    for name, tensor in companions.items():
-        is_per_token = tensor.ndim > 1 and tensor.shape[1] == sequence
-        if not is_per_token and sequence in tensor.shape:
-            what = f"{list(tensor.shape)} has the sequence length {sequence} in a dim other than its second"
-            problems.append(Problem(key=f"call.{name}", what=what))
-    if problems:
-        raise CallError(problems)
