@@ -1,19 +1,20 @@
 """The library: a preset's name, a mesh and a shape become an engine."""
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from pathlib import Path
+from types import NoneType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_engine.arguments import MESH, wrong
 from cp_engine.compose import compose
+from cp_engine.devices import DEVICES
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.runtime import ContextParallel
 from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
-
-DEVICES = ("cpu", "cuda", "npu")
-"""Types of the devices that tensors can be on."""
 
 
 def compile(
@@ -65,18 +66,22 @@ def compile(
     Raises:
         CPError: all problems, before anything is exchanged between ranks.
     """
-    if not isinstance(composition, str) and (overrides or config_dir is not None):
-        what = "apply to a preset that is composed, and the composition is given as data"
-        raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
-    problems = []
+    problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping", "'ulysses'")
+    problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
+    problems += wrong("config_dir", config_dir, (str, PathLike, NoneType), "a folder", "config_dir='my'")
     if isinstance(overrides, str):
         what = "is one string, and a list is needed: each override by itself"
         problems.append(Problem(key="overrides", what=what, tries=(f"overrides=[{overrides!r}]",)))
+    elif not isinstance(overrides, list | tuple) or not all(isinstance(o, str) for o in overrides):
+        problems += wrong("overrides", overrides, (), "a list of texts", "overrides=['cp.pipeline=2']")
     if device not in (None, *DEVICES):
         details = (("allowed", ", ".join(DEVICES)),)
         problems.append(Problem(key="device", what=f"{device!r} is no type of device", details=details))
     if problems:
         raise ConfigError(problems, "compile")
+    if not isinstance(composition, str) and (overrides or config_dir is not None):
+        what = "apply to a preset that is composed, and the composition is given as data"
+        raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
     cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
     shape = Shape(
         batch=batch,

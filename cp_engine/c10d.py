@@ -1,6 +1,7 @@
 """The communicator of real process groups: calls c10d directly, and counts what leaves this rank where it leaves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_engine.channel import Pending
 from cp_engine.errors import CallError, Problem
 from cp_engine.plan import Plan
+from cp_engine.watch import Watch, enter
 
 
 def global_ranks(mesh: DeviceMesh, plan: Plan) -> tuple[int, ...]:
@@ -58,8 +60,9 @@ AGREED = 8
 class GroupChannel:
     """One process group. It is called itself: torch.distributed's wrapper logs and re-checks for as long as a small call takes."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, watch: Watch | None) -> None:
         self.group, self.traffic = group, traffic
+        self._explain = None if watch is None else watch.explain
         self.members, self.me = dist.get_world_size(group), dist.get_rank(group)
         self._world = dist.get_process_group_ranks(group)
         self._is_gloo = dist.get_backend(group) == "gloo"
@@ -69,7 +72,7 @@ class GroupChannel:
         work = self.group.alltoall_base(buffer, send, received, sent)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += (send.numel() - sent[self.me]) * send.element_size()
-        return Pending(buffer, (work,), send)
+        return Pending(buffer, (work,), send, self._explain)
 
     def all_to_all_even(self, send: Tensor) -> Pending:
         buffer, splits = torch.empty_like(send), [send.numel() // self.members] * self.members
@@ -77,14 +80,14 @@ class GroupChannel:
         work = self.group.alltoall_base(buffer, send, splits, splits)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += send.nbytes // self.members * (self.members - 1)
-        return Pending(buffer, (work,), send)
+        return Pending(buffer, (work,), send, self._explain)
 
     def all_gather(self, send: Tensor) -> Pending:
         buffer = send.new_empty(self.members * send.numel())
         work = self.group._allgather_base(buffer, send)
         self.traffic.collectives += 1
         self.traffic.bytes_sent += (self.members - 1) * send.nbytes
-        return Pending(buffer, (work,), send)
+        return Pending(buffer, (work,), send, self._explain)
 
     def shift(self, send: Tensor, to: int, source: int, received: int, tag: int) -> Pending:
         buffer = send.new_empty(received)
@@ -97,7 +100,7 @@ class GroupChannel:
             works = dist.batch_isend_irecv(ops) if ops else []
         self.traffic.collectives += 1
         self.traffic.bytes_sent += send.nbytes
-        return Pending(buffer, works, send)
+        return Pending(buffer, works, send, self._explain)
 
 
 @dataclass(kw_only=True)
@@ -107,16 +110,18 @@ class GroupCommunicator:
     Args:
         ranks: world rank of each plan rank.
         groups: plan ranks of a group, ascending -> its process group.
+        watch: tells apart ranks that make different calls; on gloo, where an exchange can be ended.
         traffic: counts what all channels send.
     """
 
     ranks: tuple[int, ...]
     groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    watch: Watch | None = None
     traffic: Traffic = field(default_factory=Traffic)
 
     def channel(self, group: tuple[int, ...]) -> GroupChannel:
         """The way to a group of plan ranks, ascending, of which this process is one."""
-        return GroupChannel(self.groups[group], self.traffic)
+        return GroupChannel(self.groups[group], self.traffic, self.watch)
 
     def agree(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Which numbers every rank of the plan names; ascending, of the first few of each. Every rank asks, whatever it names.
@@ -126,9 +131,20 @@ class GroupCommunicator:
         named = [*numbers[:AGREED], *[-1] * (AGREED - len(numbers))]
         mine = torch.tensor(named, dtype=torch.int64, device=device)
         found = mine.new_empty(len(self.ranks) * AGREED)
-        dist.all_gather_into_tensor(found, mine, group=self.groups[tuple(range(len(self.ranks)))])
+        with self.explained():
+            dist.all_gather_into_tensor(found, mine, group=self.groups[tuple(range(len(self.ranks)))])
         of_ranks = [set(row) for row in found.view(-1, AGREED).tolist()]
         return sorted(set.intersection(*of_ranks) - {-1})
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Around collectives alone: one that fails says what the ranks did differently, where that is known."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.watch is not None:
+                self.watch.explain(error)
+            raise
 
 
 def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
@@ -147,7 +163,8 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
     ranks = global_ranks(mesh, plan)
     me = ranks.index(dist.get_rank())
     everyone = mesh.get_group() if mesh.ndim == 1 else _group(sorted(ranks))
-    _require_equal(plan, everyone, ranks)
+    key = enter(everyone)  # before anybody knows it
+    keys = _require_equal(plan, everyone, ranks, key)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degree)): everyone}
     for step in plan.steps:
         for transfer in step.transfers:
@@ -168,7 +185,8 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
                 ],
                 plan.name,
             )
-    return GroupCommunicator(ranks=ranks, groups=groups), me
+    watch = Watch(everyone.get_group_store(), keys, ranks, me, groups, plan.name) if key else None
+    return GroupCommunicator(ranks=ranks, groups=groups, watch=watch), me
 
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -186,8 +204,8 @@ def _group(world_ranks: list[int]) -> dist.ProcessGroup:
     return groups[tuple(world_ranks)]
 
 
-def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
-    """The same error on every rank, naming what differs, instead of a hang in the first exchange."""
+def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...], key: str) -> list[str]:
+    """The same error on every rank, naming what differs, instead of a hang in the first exchange; the key of each plan rank."""
     mine: dict[str, str] = {
         "torch": torch.__version__,
         "cp.mesh": str(dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))),
@@ -198,13 +216,16 @@ def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...])
         "cp.order": ", ".join(s.step.name for s in plan.steps),
         "plan": plan.fingerprint,
     }
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    found: list[tuple[str, dict[str, str]]] = [("", {})] * dist.get_world_size(group)
+    dist.all_gather_object(found, (key, mine), group=group)
+    everyone = [row for _, row in found]
     problems: list[Problem] = []
-    for key in dict.fromkeys(k for d in everyone for k in d):
-        values = [d.get(key, "nothing") for d in everyone]
-        if len(set(values)) > 1 and not (key == "plan" and problems):
+    for name in dict.fromkeys(k for d in everyone for k in d):
+        values = [d.get(name, "nothing") for d in everyone]
+        if len(set(values)) > 1 and not (name == "plan" and problems):
             shown = tuple((f"rank {r}", v) for r, v in zip(dist.get_process_group_ranks(group), values, strict=True))
-            problems.append(Problem(key=key, what="differs between ranks", details=shown[:4]))
+            problems.append(Problem(key=name, what="differs between ranks", details=shown[:4]))
     if problems:
         raise CallError(problems, plan.name)
+    by_rank = dict(zip(dist.get_process_group_ranks(group), (k for k, _ in found), strict=True))
+    return [by_rank[rank] for rank in ranks]

@@ -12,6 +12,12 @@ from cp_engine.errors import CallError, Problem
 from cp_engine.mask import Mask
 
 ARGUMENTS = ("scale", "is_causal", "enable_gqa", "mask", "sinks", "dropout_p")
+INSTEAD = {
+    "attn_mask": ("is_causal=True", "mask={'kind': 'document', 'starts': [0, 100]}"),
+    "softmax_scale": ("scale=...",),
+    "causal": ("is_causal=True",),
+}
+"""What an argument of another attention function is called here; a mask is said in positions, since no rank holds all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,7 @@ class ArgumentReader:
                 key=f"call.{name}",
                 what=f"the attention call carries {name}={short(value)}, which no plan accounts for",
                 details=(("accepted", ", ".join(allowed)),),
+                tries=tuple(line for line in INSTEAD.get(name, ()) if line.partition("=")[0] in allowed),
             )
             for name, value in found.items()
             if name not in allowed

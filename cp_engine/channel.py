@@ -1,6 +1,6 @@
 """Channel: how flat buffers move inside one group of ranks. Every send returns at once and is waited for where it is needed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,16 +22,23 @@ class Pending:
         buffer: where it arrives.
         works: what has to end before it is there.
         kept: what is being read until then.
+        explain: raises why it did not arrive, where that is known.
     """
 
     buffer: Tensor
     works: Sequence[Work] = ()
     kept: Tensor | None = None
+    explain: Callable[[RuntimeError], None] | None = None
 
     def wait(self) -> Tensor:
         """The buffer, complete."""
-        for work in self.works:
-            work.wait()
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            if self.explain is not None:
+                self.explain(error)
+            raise
         return self.buffer
 
 

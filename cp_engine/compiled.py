@@ -97,7 +97,6 @@ def _attend_backward(
     program, rest = _PLANNED[plan].program, iter(made)
     given = dict(zip(names.split(","), inputs, strict=True))
     saved = tuple(next(rest) if isinstance(s, Sketch) else given[s] for s in _saved(program, given))
-    program.backwards += 1
     grads = program.backward([dout], saved, program.sizes, scale)
     return _apart([grads[name][0].to(x.dtype) for name, x in given.items()], (dout, *inputs, *made))
 

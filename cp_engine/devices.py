@@ -7,6 +7,8 @@ from importlib.util import find_spec
 
 from cp_engine.errors import ConfigError, Problem
 
+DEVICES = ("cpu", "cuda", "npu")
+"""Types of the devices that tensors can be on."""
 REHEARSAL = "npu_reference"
 """Ascend's operators, computed on a CPU by reference kernels that refuse what the operators would refuse."""
 

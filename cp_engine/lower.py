@@ -93,7 +93,9 @@ class Program:
         self.outputs = ("out", *plan.losses)
         self.compiled_runs = 0  # forward passes as an operator of a graph
         self.sizes: tuple[int, ...] = ()  # tensors that each operation saves, known after `outline`
-        self.backwards = 0  # how often a gradient went through, so that it is known when there is something to sum
+        self.forwards = self.backwards = (
+            0  # passes that began: ranks compare them, and know when there is something to sum
+        )
         self.operations: tuple[Operation, ...] = tuple(s.step.lower(s, plan, target) for s in plan.steps)
         self._groups = plan.pipeline
         self._parameters = frozenset(plan.parameters)
@@ -172,6 +174,7 @@ class Program:
 
     def forward(self, values: Mapping[str, list[Tensor]], scale: float) -> Record:
         """Runs every operation, head group by head group."""
+        self.forwards += 1
         if self._groups == 1:  # nothing to overlap with: the fewest calls
             values = Values(values)
             saved = _ended(self._forward_chain(values, scale))
@@ -189,6 +192,7 @@ class Program:
         self, douts: Sequence[Tensor], saved: Saved, sizes: Sequence[int], scale: float
     ) -> Mapping[str, list[Tensor]]:
         """The gradients of the inputs: the adjoint of each operation, in reverse."""
+        self.backwards += 1
         if self._groups == 1:
             each = len(self.target.ranks)
             grads = Values({name: list(douts[i * each : (i + 1) * each]) for i, name in enumerate(self.outputs)})
@@ -301,7 +305,6 @@ class _Run(torch.autograd.Function):
             what = "a second derivative was asked for (create_graph=True), and the adjoint is not differentiable"
             raise CallError([Problem(key="backward", what=what)])
         program: Program = ctx.program  # type: ignore[attr-defined]
-        program.backwards += 1
         saved: Saved = ctx.saved_tensors  # type: ignore[attr-defined]  # a checkpoint recomputes here
         if ctx.memo is not None:  # type: ignore[attr-defined]
             ctx.memo.record = None  # type: ignore[attr-defined]

@@ -226,6 +226,8 @@ def mask_of(config: Config, size: int) -> Mask:
     Raises:
         ConfigError: an unknown kind or field, or a value the kind does not allow.
     """
+    if not isinstance(size, int) or size < 0:
+        raise ConfigError([Problem(key="mask", what=f"is over {size!r} positions, and a number of them is needed")])
     if isinstance(config, Mask):
         if config.size != size:
             what = f"is over {config.size} positions, and the sequence has {size}"

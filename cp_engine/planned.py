@@ -61,9 +61,10 @@ class PlannedAttention:
         return self.program.compiled_runs
 
     @property
-    def backwards(self) -> int:
-        """How often a gradient went through."""
-        return self.program.backwards + sum(p.backwards for p in self._of_masks.values())
+    def passes(self) -> tuple[int, int]:
+        """How many forward and backward passes began."""
+        programs = [self.program, *self._of_masks.values()]
+        return sum(p.forwards for p in programs), sum(p.backwards for p in programs)
 
     def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """Runs a call that is what the plan was proved for.
@@ -164,6 +165,7 @@ class PlannedAttention:
             found[mask] = self._of_masks[mask]
         while len(self._of_masks) > PROGRAMS:
             _, program = self._of_masks.popitem(last=False)
+            self.program.forwards += program.forwards
             self.program.backwards += program.backwards
         every = [found[m] for m in self._masks(call)]
         return every if len(found) > 1 else every[:1]
@@ -181,12 +183,13 @@ class PlannedAttention:
     # -------------------------------------------------------------- what a call may be
     def _require_planned(self, call: Call) -> None:
         tensors = call.tensors
-        batch = tensors["q"].shape[0]
+        batch = _batch(call)
         if not (
             all(
                 tensors[n].shape == (batch, *size)
                 and tensors[n].dtype == self._dtype
                 and tensors[n].device.type == self._place
+                and tensors[n].layout is torch.strided
                 for n, size in self._sizes.items()
             )
             and ((call.mask is True and self._is["causal"]) or self._carries_the_mask(call))
@@ -211,7 +214,7 @@ class PlannedAttention:
         return all(m is plan.mask or m.same_as(plan.mask) for m in self._masks(call))
 
     def _differences(self, call: Call) -> list[Problem]:
-        plan, problems, batch = self.plan, list[Problem](), call.tensors["q"].shape[0]
+        plan, problems, batch = self.plan, list[Problem](), _batch(call)
         shape = plan.shape
         for name, size in self._sizes.items():
             x, wanted = call.tensors[name], [batch, *size]
@@ -221,6 +224,9 @@ class PlannedAttention:
             if x.device.type != self._place:
                 what = f"is on {x.device.type}, and the plan runs on {self._place}"
                 problems.append(Problem(key=f"call.{name}", what=what, details=(RULE,)))
+            if x.layout is not torch.strided:
+                what = f"has the layout {x.layout}, and attention takes dense tensors"
+                problems.append(Problem(key=f"call.{name}", what=what, tries=(f"{name}.to_dense()",)))
             if x.dtype != self._dtype:
                 what = f"is {x.dtype}, and the plan is for {plan.shape.dtype}"
                 tries = (f"shape.dtype={str(x.dtype)[6:]}",)
@@ -261,6 +267,11 @@ class PlannedAttention:
         name = " with other boundaries" if carried == plan.mask.kind else ""
         what = f"is {carried}{name}, and the plan was proved for the mask {plan.mask.kind}"
         return Problem(key="call.mask", what=what, details=(RULE,))
+
+
+def _batch(call: Call) -> int:
+    shape = call.tensors["q"].shape
+    return shape[0] if shape else 1
 
 
 def _each(tensors: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:

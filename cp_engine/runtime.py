@@ -1,7 +1,8 @@
 """Runtime: a plan on real ranks, as a context manager around a model."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from math import prod
 from typing import overload
 
@@ -9,21 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine import gradients
+from cp_engine.arguments import of_engine, of_length, wrong
 from cp_engine.attach import Site, attach, detach
 from cp_engine.c10d import GroupCommunicator, connect
 from cp_engine.call import Call, read
 from cp_engine.errors import CallError, Problem
-from cp_engine.index_set import whole
-from cp_engine.layout import Layout
 from cp_engine.lower import Memo, Result
 from cp_engine.mask import Mask
-from cp_engine.operation import ExchangeOperation
 from cp_engine.plan import Plan
 from cp_engine.planned import PlannedAttention
 from cp_engine.redistribute import Target
 from cp_engine.sites import find
-from cp_engine.tokens import Unshard, take
-from cp_engine.transfer import Transfer
+from cp_engine.tokens import Unshard, take, unsharding
+from cp_engine.watch import Begun
 
 
 class ContextParallel:
@@ -42,6 +41,8 @@ class ContextParallel:
     def __init__(
         self, plan: Plan, mesh: DeviceMesh | None = None, device: str | None = None, kernels: str | None = None
     ) -> None:
+        if problems := of_engine(plan, mesh, device, kernels):
+            raise CallError(problems)
         if mesh is None and plan.degree > 1:
             raise CallError(
                 [Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks")], plan.name
@@ -56,8 +57,12 @@ class ContextParallel:
         self._attention = PlannedAttention(plan, self._target)
         self._sites: dict[int, Site] = {}
         self._summed: dict[int, Tensor] = {}
-        self._summed_at = -1
+        self._summed_at = self._sums = self._unshards = 0
         self._is_closed = False
+        self._watch = None if self._communicator is None else self._communicator.watch
+        self._told: AbstractContextManager[None] = self._watch or nullcontext()  # other ranks learn of errors inside
+        if self._watch is not None:
+            self._watch.start(self._begun)
 
     @property
     def sequence(self) -> int:
@@ -91,7 +96,11 @@ class ContextParallel:
             CallError: a module has no attention that can be attached to, or the block ends without an attention call.
         """
         self._require_open()
-        with ExitStack() as undo:
+        if not modules:
+            raise CallError(
+                [Problem(key="context", what="is given no module", tries=("context(model)",))], self.plan.name
+            )
+        with self._told, ExitStack() as undo:
             sites = [attach(m, binding) for m, binding in find(modules, self.plan.inputs)]
             before = sum(s.calls for s in sites) + self._attention.runs_in_graphs
             for site in sites:
@@ -119,6 +128,7 @@ class ContextParallel:
         enable_gqa: bool = False,
         mask: Mask | Mapping[str, object] | str | None = None,
         sinks: Tensor | None = None,
+        **others: object,
     ) -> Tensor:
         """Attends over the whole sequence, from this rank's tokens.
 
@@ -131,6 +141,7 @@ class ContextParallel:
             enable_gqa: whether K may be less than H.
             mask: a mask or its configuration, over the whole sequence; it wins over `is_causal`.
             sinks: [H], where the plan has sinks.
+            others: refused by name, so that nothing that a model passes is dropped.
 
         Returns:
             [B, H, S_local, Dv], in q's dtype.
@@ -139,7 +150,7 @@ class ContextParallel:
             CallError: the call differs from what the plan was proved for.
         """
         named = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa, "mask": mask, "sinks": sinks}
-        return self.attend(read((q, k, v), named)).out
+        return self.attend(read((q, k, v), {**others, **named})).out
 
     def attend(self, call: Call, passed: Sequence[Memo] | None = None) -> Result:
         """One call of an attached module, or of one's own with tensors that are not q, k and v.
@@ -154,9 +165,11 @@ class ContextParallel:
         Raises:
             CallError: the call differs from what the plan was proved for.
         """
-        if self._is_closed:
+        if self._is_closed or not isinstance(call, Call):
             self._require_open()
-        return self._attention.attend(call, passed)
+            raise CallError(wrong("call", call, Call, "a cp_engine.call.Call", "engine.call(q, k, v)"), self.plan.name)
+        with self._told:
+            return self._attention.attend(call, passed)
 
     def made(self, name: str, call: Call) -> Tensor:
         """A tensor that a step of the composition makes on the way, such as `topk`; every rank of the plan calls it.
@@ -195,12 +208,10 @@ class ContextParallel:
         Raises:
             CallError: a tensor has another length along `dim`.
         """
-        rule = ("rule", "tensors are cut whole, together with the tokens")
-        wanted = f"the plan is for {self.plan.shape.sequence}"
         problems = [
-            Problem(key=f"shard.tensors[{i}]", what=f"{found}, and {wanted}", details=(rule,))
+            replace(p, details=(("rule", "tensors are cut whole, together with the tokens"),))
             for i, x in enumerate((tensor, *tensors))
-            if (found := _other_length(x, dim, self.plan.shape.sequence))
+            for p in of_length(f"shard.tensors[{i}]", x, dim, self.plan.shape.sequence, "the plan is for")
         ]
         if problems:
             raise CallError(problems, self.plan.name)
@@ -222,9 +233,8 @@ class ContextParallel:
             CallError: the tensor does not hold this rank's tokens along `dim`.
         """
         local = self.plan.entry.sequence[self.rank].count
-        if found := _other_length(tensor, dim, local):
-            what = f"{found}, and this rank holds {local}"
-            raise CallError([Problem(key="unshard.tensor", what=what)], self.plan.name)
+        if problems := of_length("unshard.tensor", tensor, dim, local, "this rank holds"):
+            raise CallError(problems, self.plan.name)
         if tensor.is_complex():
             what = f"is {tensor.dtype}, and gradients are summed as real numbers"
             raise CallError(
@@ -232,15 +242,9 @@ class ContextParallel:
             )
         moved = tensor.movedim(dim, 0)
         flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
-        together: Tensor = Unshard.apply(flat, self._unshard_operation())
+        self._unshards += 1
+        together: Tensor = Unshard.apply(flat, unsharding(self.plan, self._target))
         return together.reshape(self.plan.shape.sequence, *moved.shape[1:]).movedim(0, dim)
-
-    def _unshard_operation(self) -> ExchangeOperation:
-        ranks, size = self.plan.degree, self.plan.shape.sequence
-        one_head = (whole(1),) * ranks
-        before, after = Layout(self.plan.entry.sequence, one_head), Layout((whole(size),) * ranks, one_head)
-        transfer = Transfer("x", before, after, (tuple(range(ranks)),), 1)
-        return ExchangeOperation([transfer], [transfer.adjoint], self._target, is_packed=False, wide=frozenset({"x"}))
 
     # -------------------------------------------------------------- gradients
     def sum_gradients(self, model: nn.Module) -> None:
@@ -255,18 +259,32 @@ class ContextParallel:
             CallError: a wrapper reduces over these ranks already, or these gradients were summed before.
         """
         self._require_open()
+        if problems := wrong("model", model, nn.Module, "a module", "sum_gradients(model)"):
+            raise CallError(problems, self.plan.name)
         communicator = self._communicator
         problems = gradients.refusals(model, set(communicator.ranks) if communicator else {0}, self._summed)
-        if self._attention.backwards == self._summed_at and not problems:
-            what = "no backward has gone through this engine since gradients were summed"
+        passes = self._attention.passes
+        if passes[1] == self._summed_at and not problems:
+            what = f"no backward has gone through this engine{' since gradients were summed' if self._sums else ''}"
             problems.append(Problem(key="sum_gradients", what=what, details=(gradients.ONCE,)))
-        if problems:
-            raise CallError(problems[:8], self.plan.name)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if communicator is not None:
-            gradients.reduce(parameters, communicator.groups[tuple(range(self.plan.degree))], self.device)
+        with self._told:
+            if communicator is not None and not problems:
+                self._sums += 1
+                with communicator.explained():
+                    group = communicator.groups[tuple(range(self.plan.degree))]
+                    problems = gradients.reduce(parameters, passes, group, self.device)
+            if problems:
+                raise CallError(problems[:8], self.plan.name)
         self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
-        self._summed_at = self._attention.backwards
+        self._summed_at = passes[1]
+
+    def _begun(self) -> Begun:
+        return Begun(int(self._is_closed), self._sums, self._unshards, *self._attention.passes)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        what = "holds process groups of this process, and cannot be copied or sent to another"
+        raise CallError([Problem(key="engine", what=what, tries=("cp_engine.compile(...) there",))], self.plan.name)
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -291,10 +309,5 @@ class ContextParallel:
             detach(site, self)
         self._sites.clear()
         self._is_closed = True
-
-
-def _other_length(x: Tensor, dim: int, length: int) -> str:
-    """In which way a tensor is not so long along a dim; empty where it is."""
-    if not -x.ndim <= dim < x.ndim:
-        return f"has {x.ndim} dims, of which none is {dim}"
-    return "" if x.shape[dim] == length else f"has {x.shape[dim]} positions along dim {dim}"
+        if self._watch is not None:
+            self._watch.end()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cp_engine.call import Call, short
 from cp_engine.check import Composition, prove
-from cp_engine.errors import CallError, Problem
+from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.layout import Mesh
 from cp_engine.lower import Program
 from cp_engine.mask import mask_of
@@ -27,10 +27,17 @@ class SparseAttention(nn.Module):
     Args:
         topk: keys of a query, at least 1.
         is_dense: every visible key is selected, whatever `topk` says: the indexer learns from dense attention.
+
+    Raises:
+        ConfigError: one of another type or size.
     """
 
     def __init__(self, topk: int, is_dense: bool = False) -> None:
         super().__init__()
+        if not isinstance(topk, int) or topk < 1:
+            raise ConfigError([Problem(key="topk", what=f"is {topk!r}, and a number of at least 1 is needed")])
+        if not isinstance(is_dense, bool):
+            raise ConfigError([Problem(key="is_dense", what=f"is {is_dense!r}, and True or False is needed")])
         self.topk, self.is_dense = topk, is_dense
 
     def forward(

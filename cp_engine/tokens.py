@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_engine.index_set import IndexSet
+from cp_engine.index_set import IndexSet, whole
+from cp_engine.layout import Layout
 from cp_engine.operation import ExchangeOperation
+from cp_engine.plan import Plan
+from cp_engine.redistribute import Target
+from cp_engine.transfer import Transfer
 from cp_engine.values import Values
 
 
@@ -26,6 +30,15 @@ class Unshard(torch.autograd.Function):
         grads = Values({"x": [grad]})
         deque(ctx.operation.backward(grads, (), 1.0), maxlen=0)  # type: ignore[attr-defined]
         return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
+
+
+def unsharding(plan: Plan, target: Target) -> ExchangeOperation:
+    """The exchange that gives every rank the whole sequence."""
+    ranks, size = plan.degree, plan.shape.sequence
+    one_head = (whole(1),) * ranks
+    before, after = Layout(plan.entry.sequence, one_head), Layout((whole(size),) * ranks, one_head)
+    transfer = Transfer("x", before, after, (tuple(range(ranks)),), 1)
+    return ExchangeOperation([transfer], [transfer.adjoint], target, is_packed=False, wide=frozenset({"x"}))
 
 
 def take(x: Tensor, held: IndexSet, dim: int) -> Tensor:

@@ -4,6 +4,7 @@ Whether the engine ran is seen in the numbers: its plans carry a mask that passe
 few keys, so that each plan's result differs from plain attention and from each other's.
 """
 
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
@@ -18,6 +19,7 @@ from cp_engine import Attention, reference
 from cp_engine.errors import CallError, ConfigError, CPError
 from cp_engine.mask import Band, Mask, mask_of
 from cp_engine.runtime import ContextParallel
+from cp_engine.sparse_attention import SparseAttention
 from tests.helpers import plan_of, small
 
 SEQUENCE, HEADS, HEAD_DIM = 12, 2, 4
@@ -852,6 +854,29 @@ def rows(*size: int) -> Tensor:
         (lambda e: e.unshard(rows(SEQUENCE)), "unshard.tensor  has 1 dims, of which none is 1"),
         (lambda e: e.unshard(rows(2, SEQUENCE).to(torch.complex128)), "torch.view_as_real"),
         (lambda e: e.context(None).__enter__(), "context  is given NoneType, which is no module"),
+        (lambda e: e.context().__enter__(), "context  is given no module"),
+        (lambda e: e.shard(rows(2, SEQUENCE), []), "shard.tensors[1]  is [], and a tensor is needed"),
+        (lambda e: e.shard(None), "shard.tensors[0]  is None, and a tensor is needed"),
+        (lambda e: e.shard(rows(2, SEQUENCE).numpy()), "try   torch.as_tensor(...)"),
+        (lambda e: e.shard(rows(2, SEQUENCE), dim="1"), "dim  is '1', and a number is needed"),
+        (lambda e: e.shard(rows(2, SEQUENCE), dim=None), "dim  is None, and a number is needed"),
+        (lambda e: e.shard(rows(2, SEQUENCE), dim=True), "dim  is True, and a number is needed"),
+        (lambda e: e.unshard([]), "unshard.tensor  is [], and a tensor is needed"),
+        (lambda e: e.unshard(rows(2, SEQUENCE), dim=1.0), "dim  is 1.0, and a number is needed"),
+        (lambda e: e.call(*qkv(), attn_mask=None), "try       is_causal=True"),
+        (lambda e: e.call(*qkv(), causal=True), "call.causal  the attention call carries causal=True"),
+        (lambda e: e.call(*qkv(), dropout_p=0.1), "call.dropout_p  is 0.1"),
+        (lambda e: e.call(*(torch.tensor(1.0) for _ in range(3))), "call.q  is [], and the plan is for [1,"),
+        (lambda e: e.call(qkv()[0].to_sparse(), *qkv()[1:]), "try  q.to_dense()"),
+        (lambda e: e.attend(qkv()), "call  is of type list, and a cp_engine.call.Call is needed"),
+        (lambda e: e.sum_gradients(None), "model  is None, and a module is needed"),
+        (lambda e: e.sum_gradients(Model().parameters()), "model  is of type generator, and a module is needed"),
+        (pickle.dumps, "engine  holds process groups of this process"),
+        (deepcopy, "try  cp_engine.compile(...) there"),
+        (lambda e: ContextParallel("ulysses"), "plan  is 'ulysses', and a plan is needed"),  # type: ignore[arg-type]
+        (lambda e: ContextParallel(e.plan, "cpu"), "mesh  is 'cpu', and a DeviceMesh or None is needed"),  # type: ignore[arg-type]
+        (lambda e: ContextParallel(e.plan, None, "gpu"), "device  'gpu' is no type of device"),
+        (lambda e: ContextParallel(e.plan, None, None, "gpu"), "kernels  'gpu' is no type of device"),
     ],
 )
 def test_misuse_of_an_engine_is_refused_by_name(use: Callable[[ContextParallel], object], said: str) -> None:
@@ -865,9 +890,70 @@ def test_misuse_of_an_engine_is_refused_by_name(use: Callable[[ContextParallel],
     [
         ({"overrides": "cp.degree=2"}, "try  overrides=['cp.degree=2']"),
         ({"device": "gpu"}, "device  'gpu' is no type of device"),
+        ({"overrides": None}, "overrides  is None, and a list of texts is needed"),
+        ({"overrides": [3]}, "overrides  is [3], and a list of texts is needed"),
+        ({"config_dir": 3}, "config_dir  is 3, and a folder is needed"),
+        ({"mesh": "cp"}, "mesh  is 'cp', and a DeviceMesh or None is needed"),
+        ({"mesh": (2,)}, "try  dist.init_device_mesh('cpu', (ranks,), mesh_dim_names=('cp',))"),
+        ({"composition": None}, "composition  is None, and the name of a preset, or a mapping is needed"),
+        ({"composition": []}, "composition  is [], and the name"),
     ],
 )
 def test_misuse_of_compile_is_refused_by_name(named: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        cp_engine.compile("none", mesh=None, sequence=8, heads=2, head_dim=4, **named)  # type: ignore[arg-type]
+        cp_engine.compile(**{"composition": "none", "mesh": None, "sequence": 8, "heads": 2, "head_dim": 4, **named})
     assert said in str(caught.value)
+
+
+WRONG: dict[str, tuple[object, ...]] = {
+    "sequence": ("512", 0, -1, 1.5, None, True),
+    "heads": ("4", 0, None, 2.5),
+    "head_dim": ("4", 0, None),
+    "kv_heads": ("2", 3, 0, 1.0),
+    "v_head_dim": ("x", 0),
+    "latent_dim": ("a", -1),
+    "rope_dim": (None,),
+    "topk": ("3",),
+    "index_heads": ("x",),
+    "index_dim": (1.5,),
+    "batch": ("1", 0, None),
+    "dtype": (float, torch.int64, None, torch.complex64),
+    "mask": (
+        object(),
+        3,
+        None,
+        ["causal"],
+        "casual",
+        {},
+        {"kind": 3},
+        {"kind": "window"},
+        {1: 2},
+        mask_of("causal", 9),
+    ),
+    "overrides": (3, ["a=b=c"], ["=="], [None], ["cp.degree=x"]),
+    "composition": (3, "", {}, {"kind": "x"}, {"name": "x", "mesh": 3, "axes": [3], "order": 3, "steps": 3}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_argument_of_compile_is_an_error_of_the_engine(name: str) -> None:
+    right = {"composition": "none", "mesh": None, "sequence": 8, "heads": 2, "head_dim": 4}
+    for value in WRONG[name]:
+        with pytest.raises(CPError):
+            cp_engine.compile(**{**right, name: value})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mask_of("full", "8"),
+        lambda: mask_of("full", -1),
+        lambda: SparseAttention("3"),
+        lambda: SparseAttention(0),
+    ],
+)
+def test_every_wrong_argument_of_masks_and_sparse_attention_is_an_error_of_the_engine(
+    make: Callable[[], object],
+) -> None:
+    with pytest.raises(CPError):
+        make()
