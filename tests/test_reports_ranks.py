@@ -206,7 +206,7 @@ def late_rank() -> None:
         local = engine.shard(*verify.inputs(engine.plan.shape)[:3], dim=2)
         if is_late:  # comes when the others have given up
             dist.barrier()
-        with pytest.raises(RuntimeError, match=r"Timed out|closed by peer"):
+        with pytest.raises((RuntimeError, CPError), match=r"Timed out|closed by peer"):  # the late one is told by name
             engine.call(*(x.float() for x in local))
         if not is_late:
             dist.barrier()
