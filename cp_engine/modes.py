@@ -49,12 +49,10 @@ def run_job(
         raise ConfigError([Problem(key="toml", what=what, details=(rule,), tries=("toml=FILE",))])
     for name, was in translation.flags.items() if translation is not None else ():
         key = f"translate.{name}"
-        if lookup(config, key) is not was:
-            what, rule = (
-                f"is {lookup(config, key)}, and the file was translated with {was}",
-                ("rule", "it is typed beside toml="),
-            )
-            raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=(f"{key}={str(not was).lower()}",))])
+        if (value := lookup(config, key)) != was:
+            what, rule = f"is {value}, and the file was translated with {was}", ("rule", "it is typed beside toml=")
+            typed = f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
+            raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=(f"{key}={typed}",))])
     if config.get("mode") == "translate":
         from cp_engine import translate_mode
 
@@ -119,11 +117,16 @@ def planned(config: Mapping[str, object]) -> "Plan":
 
 
 def _show(translation: "Translation | None", config: Mapping[str, object]) -> None:
-    """What a TOML asks for, and of how many ranks."""
+    """What a TOML asks for, of how many ranks, and what a run can do without."""
     from cp_engine import experiment, world
+    from cp_engine.integrations.module_needs import notes
 
     if translation is not None:
-        print(experiment.summary(translation), f"ranks      {world.ranks_text(config)}\n", sep="\n", flush=True)
+        print(experiment.summary(translation), f"ranks      {world.ranks_text(config)}", sep="\n")
+    said = [*notes(config)]
+    print(*(f"{'' if i else 'note':<10} {line}\n" for i, line in enumerate(said)), sep="", end="")
+    if translation is not None or said:
+        print(flush=True)
 
 
 def _explain(plan: "Plan", config: Mapping[str, object], translation: "Translation | None") -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from cp_engine import data
 from cp_engine.devices import of_tensors, operators_of
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.module_needs import without_spared_module
 from cp_engine.integrations.torchtitan import titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 from cp_engine.integrations.torchtitan_resume import checkpoint_of
@@ -105,7 +106,7 @@ def titan_of(config: Mapping[str, object]) -> dict[str, object]:
         checkpoint.update(
             initial_load_path=str(checkpoint_of(str(launch["resume"]), str(folder))), initial_load_model_only=False
         )
-    return titan
+    return without_spared_module(config, titan)
 
 
 @contextmanager

@@ -7,11 +7,13 @@ from cp_engine import data, job
 from cp_engine.compose import compose, conf_dir
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_rules import Rules
-from cp_engine.keys import CONFIG_MODULE, lookup, titan_table, value_of
+from cp_engine.keys import CONFIG_MODULE, lookup, module_tables, shape_row, shape_table, titan_table, value_of
+from cp_engine.models import OWN
 from cp_engine.schema import degree_of
 
 FREE = ("name", "degree", "mesh", "layout")
 """Keys of a composition in which it may differ from the preset that a TOML asks for."""
+MODULE = CONFIG_MODULE.removeprefix("titan.")
 FEW = 4
 """Differences from a shipped preset that are named; a composition with more is another one."""
 
@@ -26,6 +28,7 @@ def toml_text(config: Mapping[str, object]) -> str:
         ConfigError: everything that no key of torchtitan or torchtitan-npu says.
     """
     problems = [*job.mask_problems(config), *job.shape_problems(config), *data.tokenizer_problems(config)]
+    problems += _own_model(config)
     keys = _titan_keys(config)
     rules, cp = Rules(conf_dir()), config["cp"]
     assert isinstance(cp, Mapping)
@@ -54,8 +57,26 @@ def toml_text(config: Mapping[str, object]) -> str:
             )
     if problems:
         raise ConfigError(problems)
-    program = "torchtitan-npu 0.2.2" if CONFIG_MODULE.removeprefix("titan.") in asked else "torchtitan 0.2.2"
+    program = "torchtitan-npu 0.2.2" if MODULE in asked else "torchtitan 0.2.2"
     return "\n".join([f"# cp={cp['name']} on {degree} ranks, as a file of {program}.", *_sections(keys)]) + "\n"
+
+
+def _own_model(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A model that ships with this engine alone: a file that names it would train another one, or none."""
+    name, flavor = value_of(config, "titan.model.name"), value_of(config, "titan.model.flavor")
+    table, here = shape_table().get(str(name), {}), shape_row(config).get("package")
+    if name not in OWN or here is not None or value_of(config, "titan.experimental.custom_import"):
+        return
+    its = [other for other, row in table.items() if "package" in row or "in" in row]
+    module = next(module for module in module_tables() if module.startswith(f"{_package(table)}."))
+    what = f"{name} {flavor} is this engine's own; torchtitan has no {name}, and that of {_package(table)} is another model"
+    tries = (f"{CONFIG_MODULE}={module} titan.model.flavor={flavor if flavor in its else its[0]}",)
+    yield Problem(key="titan.model.name", what=what, tries=tries)
+
+
+def _package(table: Mapping[str, Mapping[str, object]]) -> str:
+    """The package that brings a model of the same name."""
+    return next(str(row["package"]) for row in table.values() if "package" in row)
 
 
 def _otherwise_read(
@@ -104,6 +125,10 @@ def _asked(
         what = f"{presets[0]} is known there for {', '.join(models)} only, not for {keys['model.name']}"
         return {}, [Problem(key="cp", what=what, tries=tuple(f"model={name}" for name in models))]
     row = fitting[0]
+    now, wanted = keys.get(MODULE), row["when"].get(MODULE) if isinstance(row["when"], Mapping) else None
+    if now is not None and wanted is not None and now != wanted:
+        what = f"{presets[0]} is asked for with the config module {wanted}, and the job has {now}"
+        return {}, [Problem(key=f"titan.{MODULE}", what=what, tries=(f"titan.{MODULE}={wanted}",))]
     asked: dict[str, object] = {}
     for key, value in _fixed(row):
         if isinstance(value, Mapping):

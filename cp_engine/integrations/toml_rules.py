@@ -42,7 +42,7 @@ class Rules:
 
     @property
     def retired(self) -> Mapping[str, object]:
-        """Older keys: a new name, or a mapping with `gone` or `refuse` and the reason."""
+        """Older keys: a new name, or a mapping with `gone`, or `refuse` and the value `as` that is not, and the reason."""
         return self._table("retired")
 
     @property
@@ -51,9 +51,9 @@ class Rules:
         return self._table("modules")
 
     @property
-    def ascend_packages(self) -> list[str]:
-        """Packages that import torch_npu."""
-        return list(self._data["ascend_packages"])
+    def ascend_packages(self) -> dict[str, str]:
+        """Packages that import torch_npu, and what installs each."""
+        return dict(self._data["ascend_packages"])
 
     @property
     def with_device(self) -> dict[str, object]:

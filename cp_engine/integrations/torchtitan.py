@@ -8,6 +8,7 @@ from math import isfinite
 from cp_engine import data, world
 from cp_engine.errors import Problem, suggest
 from cp_engine.integrations import torchtitan_packages, torchtitan_resume
+from cp_engine.integrations.module_needs import OPTIMIZERS
 from cp_engine.keys import shape_row, value_of
 from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of, read
@@ -22,9 +23,6 @@ STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
         "titan.job.custom_config_module=...",
     ),
 )
-
-
-OPTIMIZERS = ("Adam", "AdamW")
 
 
 def titan_value(config: Mapping[str, object], key: str, default: object = None) -> object:

@@ -7,27 +7,15 @@ from cp_engine import world
 from cp_engine.compose import conf_dir
 from cp_engine.devices import REHEARSAL, resolve
 from cp_engine.errors import Problem, suggest
-from cp_engine.integrations.config_modules import is_installed, untrusted
+from cp_engine.integrations.config_modules import is_installed
+from cp_engine.integrations.module_needs import CONVERTERS, KNOWN, flavor_problems, module_problems
 from cp_engine.integrations.toml_rules import Rules
-from cp_engine.keys import (
-    ABSENT,
-    CONFIG_MODULE,
-    flavors,
-    lookup,
-    module_tables,
-    package_of,
-    shape_row,
-    titan_table,
-    value_of,
-)
-from cp_engine.models import OWN
+from cp_engine.keys import ABSENT, CONFIG_MODULE, lookup, module_tables, package_of, shape_row, value_of
 from cp_engine.npu.operators import shipped
 
-CONVERTERS, IMPORT = "titan.model.converters", "titan.experimental.custom_import"
+IMPORT = "titan.experimental.custom_import"
 ROWS = "titan.training.local_batch_size"
 EXPERTS, TENSOR = "expert_parallel_degree", "tensor_parallel_degree"
-KNOWN = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
-"""torchtitan's own model converters. Source: torchtitan/components/quantization of 0.2.2."""
 
 
 def check(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -36,50 +24,10 @@ def check(config: Mapping[str, object]) -> Iterator[Problem]:
     Args:
         config: the whole composed configuration.
     """
-    module = value_of(config, CONFIG_MODULE)
-    if isinstance(module, str) and module:
-        yield from _module_problems(config, module)
-    yield from _flavor_problems(config)
+    yield from module_problems(config)
+    yield from flavor_problems(config)
     yield from _converter_problems(config)
     yield from _host_problems(config)
-
-
-def _module_problems(config: Mapping[str, object], module: str) -> Iterator[Problem]:
-    if module not in module_tables() and lookup(config, "translate.trust_modules") is not True:
-        yield untrusted(module)
-    elif not is_installed(module):
-        package = module.partition(".")[0]
-        added = (f"titan.{key}" for key in sorted(set(titan_table(config)) - set(titan_table())))
-        keys = [key for key in added if lookup(config, key) is not ABSENT]
-        keys += [CONVERTERS] if npu_converters(config) else []
-        what = f"needs the package {package}, which is not installed"
-        tries = (f"pip install {package.replace('_', '-')}", " ".join(f"~{key}" for key in [*keys, CONFIG_MODULE]))
-        yield Problem(
-            key=CONFIG_MODULE, what=what, details=(("for", ", ".join(keys) or "no key that is set"),), tries=tries
-        )
-
-
-def _flavor_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    key = "titan.model.flavor"
-    name, flavor, host = str(value_of(config, "titan.model.name")), str(value_of(config, key)), package_of(config)
-    rows = flavors(config)
-    package = rows.get(flavor, {}).get("package")
-    own = [other for other, row in rows.items() if row.get("package") != package]
-    if isinstance(package, str) and not is_installed(package):
-        what = (
-            f"'{flavor}' of {name} is a flavor of the package {package}, which is not installed: it can be planned only"
-        )
-        tries = (f"{key}={own[0]}", "mode=explain") if own else ("mode=explain",)
-        yield Problem(key=key, what=what, details=(("here", ", ".join(own)),), tries=tries)
-    elif isinstance(package, str) and package != host:
-        module = next(module for module in module_tables() if module.startswith(f"{package}."))
-        what = f"'{flavor}' of {name} is a flavor of the package {package}, which the job does not load"
-        yield Problem(key=key, what=what, tries=(f"{CONFIG_MODULE}={module}", f"{key}={own[0]}"))
-    brought = [other for other, row in rows.items() if host and row.get("package") == host]
-    if name in OWN and brought and flavor in rows and package is None:
-        what = f"'{flavor}' is a flavor of this engine's {name}, and {CONFIG_MODULE} brings the {name} of {host}"
-        details = (("of " + host, ", ".join(brought)),)
-        yield Problem(key=key, what=what, details=details, tries=(f"{key}={brought[0]}", f"~{CONFIG_MODULE}"))
 
 
 def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -101,7 +49,7 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             yield Problem(key=CONVERTERS, what=what, tries=(drop, f"launch.device={REHEARSAL}"))
     rules = Rules(conf_dir())
     if found and package_of(config) not in rules.ascend_packages:
-        package = rules.ascend_packages[0]
+        package = next(iter(rules.ascend_packages))
         module = next(module for module in module_tables() if module.startswith(f"{package}."))
         what = f"has {', '.join(found)} of {package}, which the job does not load"
         yield Problem(key=CONVERTERS, what=what, tries=(f"{CONFIG_MODULE}={module}",))
