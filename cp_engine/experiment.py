@@ -110,6 +110,7 @@ def summary(translation: Translation) -> str:
     """Two lines about a file and its keys, and its notes."""
     count = translation.count
     kinds = [f"{count('mapped')} mapped", f"{count('passed through')} passed through"]
+    kinds += [f"{count('dropped')} dropped"] if count("dropped") else []
     total = len(translation.rows) - count("defaulted")
     chosen = " ".join(f"{group}={option}" for group, (option, _) in translation.choices.items())
     lines = [
@@ -126,12 +127,15 @@ def report(translation: Translation) -> str:
     titles = {
         "mapped": "mapped: decided by a group, written under another name, or not needed",
         "passed through": "passed through: the same key below titan",
+        "dropped": "dropped: left out, as translate.drop says",
         "defaulted": "defaulted: not in the file; torchtitan's default, where conf/config.yaml has another value",
     }
     width = min(64, max((len(_assigned(row.key, row.value)) for row in translation.rows), default=0))
     lines = [summary(translation)]
     for became, title in titles.items():
         rows = [row for row in translation.rows if row.became == became]
+        if became == "dropped" and not rows:
+            continue
         lines += ["", f"{title} ({len(rows)})"]
         for row in rows:
             where = "" if row.where == DEFAULT else row.where

@@ -38,6 +38,7 @@ KEYS: Mapping[str, str] = {
     "out": "str | null",
     "translate.to": "'experiment' | 'toml'",
     "translate.force": "bool",
+    "translate.drop": "list[str]",
     "translate.trust_modules": "bool",
     "translate.drop_npu_converters": "bool",
     "explain.format": "'text' | 'json'",

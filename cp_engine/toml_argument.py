@@ -22,6 +22,7 @@ from cp_engine.integrations.torchtitan_toml import DEGREE, OF_TEXT, translate
 from cp_engine.keys import known_keys, titan_table, unknown_key
 
 GROUP, OPTION = "translated", "toml"
+DROP = "translate.drop"
 """Where Hydra finds a translation."""
 CHOSEN = f"+{GROUP}={OPTION}"
 TWICE = (  # (key of torchtitan, what decides the same)
@@ -73,6 +74,7 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
             data=_word(said, "data", "") or None,
             experiment=_word(said, "experiment", "") or None,
             folders=(conf_dir(), *([Path(config_dir)] if config_dir else [])),
+            drop=tuple(_dropped(arguments)),
             trust_modules=_flag(said, "translate.trust_modules"),
             drop_npu_converters=_flag(said, "translate.drop_npu_converters"),
         )
@@ -122,6 +124,17 @@ def _flag(said: Mapping[str, Override], key: str) -> bool:
     return key in said and said[key].value() is True
 
 
+def _dropped(arguments: Sequence[str]) -> list[str]:
+    """The keys of every `translate.drop=[...]`, so that lines of one report can be pasted one after the other."""
+    names: list[str] = []
+    for value in (override.value() for override in _overrides(arguments) if override.key_or_group == DROP):
+        if not isinstance(value, list):
+            what, tries = f"is {value!r}, not a list of keys", (f"{DROP}=[{value}]",)
+            raise ConfigError([Problem(key=DROP, what=what, tries=tries)], source="the command line")
+        names += map(str, value)
+    return list(dict.fromkeys(names))
+
+
 def path_of(arguments: Sequence[str], key: str = "toml") -> str | None:
     """The value of the last `key=path`; any characters, quoted or not; None without one, and for null."""
     given = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
@@ -148,7 +161,7 @@ def registered(translation: Translation | None) -> Iterator[None]:
 
 def for_hydra(arguments: Sequence[str], translation: Translation | None) -> list[str]:
     """The arguments with paths quoted, the translation chosen, and without what it used up."""
-    used = {f"titan.{key}" for key in translation.overridden} if translation is not None else set()
+    used = {DROP, *(f"titan.{key}" for key in translation.overridden)} if translation is not None else set()
     paths = {key: path for key in ("toml", "out") if (path := path_of(arguments, key)) is not None}
     written = translation.settings if translation is not None else {}
     result = [a.lstrip("+") if a.partition("=")[0].lstrip("+") in written else a for a in arguments]

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ OWN = Path(__file__).parent / "toml"
 REAL = os.environ.get("CP_ENGINE_TOMLS")  # a folder of files of torchtitan and torchtitan-npu
 FILES = [*sorted(OWN.glob("*.toml")), *(sorted(Path(REAL).rglob("*.toml")) if REAL else [])]
 DEGREES = [None, 2]
+BALANCER = "parallelism.context_parallel_load_balancer"
 OF_CP = re.compile(r"parallelism\.(context_parallel_\w+|enable_custom_context_parallel|custom_context_parallel_path)")
 
 
@@ -177,6 +179,7 @@ def flat(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, ob
             yield prefix + key, value
 
 
+KEYS = "".join(f"key{i} = {i}\n" for i in range(20))
 NPU = '[job]\ncustom_config_module = "torchtitan_npu.config.custom_config"\n'
 PATH = "torchtitan_npu.distributed.context_parallel"
 
@@ -279,40 +282,73 @@ def test_presets_of_the_rules_exist_and_every_rule_decides() -> None:
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("[parallelism]\ncontext_paralel_degree = 4", {"parallelism.context_paralel_degree": "parallelism.context_parallel_degree = ..."}),
-        ("[training]\ncontext_parallel_degree = 2", {"training.context_parallel_degree": "parallelism.context_parallel_degree = ..."}),
+        ("[parallelism]\ncontext_paralel_degree = 4", {"parallelism.context_paralel_degree":
+            f"translate.drop=[parallelism.context_paralel_degree] titan.{DEGREE}=4"}),
+        ("[training]\ncontext_parallel_degree = 2", {"training.context_parallel_degree":
+            f"translate.drop=[training.context_parallel_degree] titan.{DEGREE}=2"}),
         ('[training]\nsteps = "ten"', {"training.steps": ""}),
         ("[training]\nsteps = 5\nsteps = 6", {"training.steps": ""}),
         ("[training]\nsteps = ", {"line 2": ""}),
         ("[training\nsteps = 1", {"line 1": ""}),
-        ('model = "llama3"', {"model": "[model]"}),
-        ("[paralelism]", {"paralelism": "[parallelism]"}),
+        ('[training]\nSTEPS = 5', {"training.STEPS": "translate.drop=[training.STEPS] titan.training.steps=5"}),
+        ('model = "llama3"', {"model": "translate.drop=[model]"}),
+        ("[[model]]\nflavor = 1", {"model": "translate.drop=[model]"}),
+        ("[training]\nsteps = 1\n[training]\nseq_len = 2", {"line 3": ""}),
+        ("[paralelism]", {"paralelism": "translate.drop=[paralelism]"}),
+        (
+            "[paralelism]\ncontext_parallel_degree = 4\ntensor_parallel_degree = 2",
+            {"paralelism": f"translate.drop=[paralelism] titan.{DEGREE}=4 titan.parallelism.tensor_parallel_degree=2"},
+        ),
+        (f"[fork]\n{KEYS}[quantize.fork]\n{KEYS}", {"fork": "translate.drop=[fork]", "quantize.fork": "translate.drop=[quantize.fork]"}),
+        ('[job]\ncustom_config_module = "my.fork"\n[my]\na = 1\n[training]\nmy = 2',
+         {"job.custom_config_module": "translate.drop=[job.custom_config_module,my.a,training.my]"}),
+        (
+            '[parallelism]\ncontext_parallel_load_balancer = "None"\n'
+            '[checkpoint]\ninitial_load_path = "None"\n[lr_scheduler]\ntotal_steps = "none"',
+            {BALANCER: f"titan.{BALANCER}=null",
+             "checkpoint.initial_load_path": "titan.checkpoint.initial_load_path=null",
+             "lr_scheduler.total_steps": "titan.lr_scheduler.total_steps=null"},
+        ),
+        ('[activation_checkpoint]\nmode = "None"', {"activation_checkpoint.mode": "titan.activation_checkpoint.mode=none"}),
+        ("[optimizer]\nlr = nan", {"optimizer.lr": ""}),
+        ('[training]\nsteps = "5"\nseq_len = 64.0\nmax_norm = 07:32:00',
+         {"training.steps": "titan.training.steps=5", "training.seq_len": "titan.training.seq_len=64", "training.max_norm": ""}),
+        ('[model]\nconverters = "float8"', {"model.converters": "'titan.model.converters=[\"float8\"]'"}),
+        (
+            "[optimizer]\nswap_optimizer = true\nswap_optimizer_times = 4\n[training]\nnum_mtp_modules = 1",
+            {"optimizer.swap_optimizer": "titan.job.custom_config_module=torchtitan_npu.config.custom_config"},
+        ),
+        ('[metrics]\nenable_color_printing = false', {"metrics.enable_color_printing": "translate.drop=[metrics.enable_color_printing]"}),
+        ('[model]\nnorm_type = "layernorm"', {"model.norm_type": "translate.drop=[model.norm_type]"}),
+        ('[checkpoint]\ninterval_type = "seconds"', {"checkpoint.interval_type": "translate.drop=[checkpoint.interval_type]"}),
+        ("[float8]\nenable_float8_linear = true", {"float8.enable_float8_linear": "translate.drop=[float8.enable_float8_linear]"}),
         ("[parallelism]\ncontext_parallel_degree = 0", {"parallelism.context_parallel_degree": ""}),
         (
             '[parallelism]\ncontext_parallel_load_balancer = "headtial"',
-            {"parallelism.context_parallel_load_balancer": 'parallelism.context_parallel_load_balancer = "headtail"'},
+            {BALANCER: f"titan.{BALANCER}=headtail"},
         ),
-        ('[parallelism]\ncontext_parallel_load_balancer = ""', {"parallelism.context_parallel_load_balancer": ""}),
+        ('[parallelism]\ncontext_parallel_load_balancer = ""', {BALANCER: f"titan.{BALANCER}=null"}),
         (
             "[parallelism]\nenable_custom_context_parallel = true",
-            {"parallelism.enable_custom_context_parallel": '[job] custom_config_module = "torchtitan_npu.config.custom_config"'},
+            {"parallelism.enable_custom_context_parallel": "titan.job.custom_config_module=torchtitan_npu.config.custom_config"},
         ),
         ('[model]\nname = "deepseek_v4"', {"model.name": ""}),
-        ('[model]\nname = "lama3"', {"model.name": 'model.name = "llama3"'}),
-        ('[training]\ndataset = "my_corpus"', {"training.dataset": "my_folder/data/my_corpus.yaml with dataset: my_corpus"}),
+        ('[model]\nname = "lama3"', {"model.name": "titan.model.name=llama3"}),
+        ('[training]\ndataset = "my_corpus"', {"training.dataset": ""}),
         ('[job]\ncustom_config_module = "os"', {"job.custom_config_module": "translate.trust_modules=true"}),
         ('[experimental]\ncustom_args_module = "os"', {"experimental.custom_args_module": "translate.trust_modules=true"}),
         (
             f"{NPU}[parallelism]\ncontext_parallel_degree = 2\nenable_custom_context_parallel = true\n"
             'custom_context_parallel_path = "my.Own"',
-            {"parallelism.custom_context_parallel_path": ""},
+            {"parallelism.custom_context_parallel_path": "translate.drop=[parallelism.custom_context_parallel_path] cp=ulysses"},
         ),
         ('[job]\ndescription = "???"', {"job.description": ""}),
-        ("[metrics]\nrank_0_only = true", {"metrics.rank_0_only": ""}),
-        ("[training]\nbatch_size = 2\nlocal_batch_size = 4", {"training.batch_size": "only training.local_batch_size"}),
+        ("[metrics]\nrank_0_only = false", {"metrics.rank_0_only": ""}),
+        ("[training]\nbatch_size = 2\nlocal_batch_size = 4", {"training.batch_size": "translate.drop=[training.batch_size]"}),
         (
             '[model]\nnam = "x"\n[training]\nsteps = true\nsteps = 1\nseq_len =\n[optimizr]\nlr = 1',
-            {"model.nam": "model.name = ...", "training.steps": "", "line 6": "", "optimizr.lr": "optimizer.lr = ..."},
+            {"model.nam": "translate.drop=[model.nam] titan.model.name=x", "training.steps": "", "line 6": "",
+             "optimizr": "translate.drop=[optimizr] titan.optimizer.lr=1"},
         ),
     ],
 )  # fmt: skip
@@ -323,7 +359,7 @@ def test_faults_of_a_file_are_one_report(tmp_path: Path, text: str, problems: di
     assert set(problems) <= set(found) and len(caught.value.problems) <= len(problems) + 1
     for key, what_to_write in problems.items():
         assert what_to_write == "" or what_to_write in found[key].tries
-        assert any(label in ("at", "text", "rule") for label, _ in found[key].details)
+        assert any(label in ("at", "text", "rule", "keys") for label, _ in found[key].details)
 
 
 def test_a_retired_key_says_its_new_place(tmp_path: Path) -> None:
@@ -343,7 +379,7 @@ def test_converters_are_kept_or_dropped_by_name() -> None:
     assert len(kept.settings["titan.model.converters"][0]) == 5
     assert kept.settings["titan.job.custom_config_module"][0] == "torchtitan_npu.config.custom_config"
     assert dropped.settings["titan.model.converters"][0] == []
-    assert "titan.job.custom_config_module" not in dropped.settings  # nothing of it is left
+    assert dropped.settings["titan.job.custom_config_module"] == kept.settings["titan.job.custom_config_module"]
     assert dropped.settings["translate.drop_npu_converters"][0] is True
     assert any("npu_dsa, npu_rms_norm" in note for note in dropped.notes)
 
@@ -446,3 +482,78 @@ def test_command_line_wins_over_the_file_and_the_file_over_the_experiment(
     assert job("titan.parallelism.context_parallel_degree=4")["cp"]["degree"] == 4
     made = job("titan.parallelism.context_parallel_rotate_method=alltoall")
     assert (made["cp"]["name"], made["cp"]["degree"]) == ("ring", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ('[checkpoint]\ninterval_type = "steps"', {}),
+        ("[metrics]\nenable_color_printing = true\nrank_0_only = true", {}),
+        ('[float8]\nenable_float8_linear = false\nmoe_fqns = ["experts"]', {"quantize.grouped_mm.float8.fqns": ["experts"]}),
+        ('[model]\nnorm_type = "rmsnorm"', {}),
+        ("[validation]\nenabled = false", {"validation.enable": False}),
+        ('[quantize.dense.float8]\nfilter_fqns = ["output"]', {"quantize.linear.float8.filter_fqns": ["output"]}),
+        ('[quantize.dense.mx]\nrecipe_name = "mxfp8_cublas"', {"quantize.linear.mx.recipe_name": "mxfp8_cublas"}),
+        ('[quantize.moe.float8]\nfqns = ["experts"]', {"quantize.grouped_mm.float8.fqns": ["experts"]}),
+        ('[quantize.moe.mx]\nfqns = ["experts"]', {"quantize.grouped_mm.mx.fqns": ["experts"]}),
+        ('[mx]\nmoe_fqns_prototype = ["experts"]', {"quantize.grouped_mm.mx.fqns": ["experts"]}),
+    ],
+)  # fmt: skip
+def test_an_older_key_is_taken_where_its_value_is_so_today(
+    tmp_path: Path, text: str, settings: dict[str, object]
+) -> None:
+    made = of_text(tmp_path, text)
+    assert made.generation == "torchtitan 0.1 or older"
+    assert {key: value for key, (value, where) in made.settings.items() if where.startswith("line")} == {
+        f"titan.{key}": value for key, value in settings.items()
+    }
+    assert all(row.became == "mapped" and (row.target or row.why) for row in made.rows if row.became != "defaulted")
+
+
+def test_keys_and_sections_are_left_out_by_name_and_said(tmp_path: Path) -> None:
+    text = "[training]\nsteps = 7\nmine = 1\n[fork]\na = 1\n[fork.deep]\nb = [2]\n"
+    made = of_text(tmp_path, text, drop=("training.mine", "fork"))
+    assert {row.key for row in made.rows if row.became == "dropped"} == {"training.mine", "fork.a", "fork.deep.b"}
+    assert made.settings["titan.training.steps"][0] == 7
+    assert made.settings["translate.drop"][0] == ["training.mine", "fork"]
+    assert (
+        "left out, as translate.drop says: training.mine (line 3), fork.a (line 5), fork.deep.b (line 7)" in made.notes
+    )
+    assert "3 dropped" in experiment.summary(made) and "fork.deep.b = [2]" in experiment.report(made)
+    known = of_text(tmp_path, text, drop=("training.mine", "fork", "training.steps"))  # a known one as well
+    assert known.settings["titan.training.steps"] == (10000, "torchtitan's default")
+    with pytest.raises(ConfigError) as caught:
+        of_text(tmp_path, text, drop=("training.mine", "fork", "training.stepz"))
+    assert [(p.key, p.tries) for p in caught.value.problems] == [
+        ("translate.drop", ("translate.drop=[training.steps]",))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "parallelism.context_parallel_load_balancer: headtail, torchtitan's default"),
+        (NPU, "parallelism.context_parallel_load_balancer: None, the default of torchtitan_npu.config.custom_config"),
+    ],
+)
+def test_a_default_is_said_to_be_of_who_has_it(tmp_path: Path, text: str, said: str) -> None:
+    made = of_text(tmp_path, f"{text}[parallelism]\ncontext_parallel_degree = 2\n")
+    assert made.choices.get("layout@cp.layout", ("contiguous", said))[1] == said
+
+
+@pytest.mark.parametrize(
+    ("mark", "name", "repaired"),
+    [(b"\xef\xbb\xbf", "UTF-8", "a b.toml"), (b"\xff\xfe", "UTF-16", "utf8.toml")],
+)
+def test_byte_order_mark_is_named_and_the_line_takes_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: bytes, name: str, repaired: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "[training]\r\nsteps = 5\r\n"
+    (tmp_path / "a b.toml").write_bytes(mark + (text.encode() if name == "UTF-8" else text.encode("utf-16-le")))
+    with pytest.raises(ConfigError) as caught:
+        read_toml("a b.toml")
+    (problem,) = caught.value.problems
+    assert problem.what == f"begins with the byte-order mark of {name}"
+    subprocess.run(["bash", "-c", problem.tries[0]], check=True)
+    assert read_toml(repaired).values == {"training": {"steps": 5}}

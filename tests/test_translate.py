@@ -1,17 +1,27 @@
 """`toml=` and `mode=translate` as commands: what is printed, written and refused, and that a TOML trains what it says."""
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from cp_engine import train
 from cp_engine.integrations.toml_file import tomllib
 from tests.conftest import Result
 
 Command = Callable[..., Result]
 OWN = Path(__file__).parent / "toml"
+OF_NPU = [
+    "cp=dsa",
+    "titan.job.custom_config_module=torchtitan_npu.config.custom_config",
+    "titan.model.flavor=debugmodel",
+]
+AS_OWN = "~titan.parallelism.enable_custom_context_parallel ~titan.job.custom_config_module"
+"""What trains without torchtitan-npu's models."""
 SHORT = ("titan.training.seq_len=64", "titan.training.local_batch_size=2")
 
 
@@ -77,7 +87,7 @@ def test_toml_is_planned(command: Command, file: str, options: tuple[str, ...], 
         (["datasets.c4.pth=x", "mode=explain"], ["datasets.c4.pth  unknown key", "datasets.c4.path"]),
         (
             [f"toml={OWN / 'npu_dsa.toml'}", "data=builtin"],
-            ["npu_dsa, npu_rms_norm", "translate.drop_npu_converters=true", "pip install torchtitan-npu"],
+            ["npu_dsa, npu_rms_norm", "translate.drop_npu_converters=true", "pip install --no-deps torchtitan-npu"],
         ),
         (
             [f"toml={OWN / 'npu_older.toml'}", "data=builtin"],
@@ -85,8 +95,15 @@ def test_toml_is_planned(command: Command, file: str, options: tuple[str, ...], 
         ),
         (
             [f"toml={OWN / 'npu_ulysses.toml'}", "data=builtin", "titan.model.flavor=671B_debug"],
-            ["it can be planned only", "mode=explain"],
+            ["it can be planned only", "mode=explain", "~titan.job.custom_config_module titan.model.flavor=debugmodel"],
         ),
+        (  # the package's model is not this engine's of the same name
+            [f"toml={OWN / 'npu_dsa.toml'}", "data=builtin", "translate.drop_npu_converters=true"],
+            ["1 problem", "heads 128 (here 8)", "latent_dim 512 (here 128)", AS_OWN],
+        ),
+        (["toml=fork.toml", "data=builtin"], ["2 problems", "translate.drop=[fork]", "translate.drop=[training.mine]"]),
+        (["toml=good.toml", "translate.drop=fork"], ["is 'fork', not a list", "translate.drop=[fork]"]),
+        (["toml=good.toml", "translate.drop=[fork]"], ["names fork, which the file does not have"]),
     ],
 )
 def test_mistake_is_refused_and_nothing_is_written(
@@ -107,6 +124,7 @@ def test_mistake_is_refused_and_nothing_is_written(
     (tmp_path / "hf.toml").write_text(
         '[model]\nhf_assets_path = "/a"\n[training]\ndataset = "c4_test"\n[checkpoint]\ninitial_load_in_hf = true\n'
     )
+    (tmp_path / "fork.toml").write_text("[fork]\na = 1\nb = 2\n[training]\nmine = 3\n")
     (tmp_path / "empty.toml").write_text("# nothing\n\n")
     (tmp_path / "latin.toml").write_bytes(b'[job]\ndescription = "caf\xe9"\n')
     (tmp_path / "config.py").write_text("")
@@ -168,8 +186,8 @@ def test_keys_of_the_command_line_are_written_into_the_translation(command: Comm
         (["cp=ring", "layout@cp.layout=balanced"], {"parallelism.context_parallel_load_balancer": "ptrr"}),
         (["cp=allgather_kv", "layout@cp.layout=zigzag", "titan.training.max_norm=2.5"], {"training.max_norm": 2.5}),
         (["cp=ulysses"], {"parallelism.enable_custom_context_parallel": True}),
-        (["cp=dsa", "layout@cp.layout=contiguous"], {"model.converters": ["npu_dsa"], "model.name": "deepseek_v32"}),
-        (["cp=dsa", "cp.degree=1"], {"parallelism.context_parallel_degree": 1, "model.name": "deepseek_v32"}),
+        ([*OF_NPU, "layout@cp.layout=contiguous"], {"model.converters": ["npu_dsa"], "model.name": "deepseek_v32"}),
+        ([*OF_NPU, "cp.degree=1"], {"parallelism.context_parallel_degree": 1, "model.name": "deepseek_v32"}),
         (
             ["cp=none", "mask=document", "titan.model.flavor=16B", "datasets.c4.tokenizer=/a 'b' \"c\" \\d"],
             {"model.hf_assets_path": "/a 'b' \"c\" \\d"},
@@ -203,6 +221,7 @@ def test_configuration_becomes_a_toml_that_becomes_the_same_configuration(
             titan.setdefault(section, {})
         titan["job"].pop("dump_folder", None), titan["metrics"].pop("disable_color_printing", None)
         titan["job"].pop("custom_config_module", None), titan["model"].pop("converters", None)
+        titan["parallelism"].pop("enable_custom_context_parallel", None)
     assert before == after
 
 
@@ -216,7 +235,13 @@ def test_configuration_becomes_a_toml_that_becomes_the_same_configuration(
         (["cp=ulysses", "model=llama3"], ["known there for deepseek_v3 only", "model=deepseek_v3"]),
         (["cp=ulysses", "layout@cp.layout=striped"], ["cp.layout  is striped", "layout@cp.layout=zigzag"]),
         (["cp=ring"], ["cp.layout  is contiguous, which the file cannot ask for"]),
-        (["cp=dsa"], ["cuts the sequence contiguous", "layout@cp.layout=contiguous"]),
+        (["cp=dsa"], ["deepseek_v32 debugmodel is this engine's own", " ".join(OF_NPU[1:])]),
+        (["cp=dsa", "titan.model.flavor=npu_debugmodel"], ["this engine's own", " ".join(OF_NPU[1:])]),
+        (
+            ["cp=ulysses", "titan.job.custom_config_module=torchtitan.components.ft.config"],
+            ["the job has torchtitan.components.ft.config", OF_NPU[1]],
+        ),
+        (OF_NPU, ["cuts the sequence contiguous", "layout@cp.layout=contiguous"]),
         (["cp=none", "data=builtin", "mask=full"], ["2 problems", "mask  is full", "data=c4_test"]),
         (["cp=none", "shape.heads=4", "titan.debug.seed=null"], ["shape.heads  is 4"]),
     ],
@@ -278,7 +303,7 @@ def test_two_runs_from_one_toml_share_no_folder(command: Command) -> None:
 
 @pytest.mark.parametrize(
     ("file", "options"),
-    [("npu_ulysses", ()), ("npu_dsa", ("translate.drop_npu_converters=true",))],
+    [("npu_ulysses", ()), ("npu_dsa", ("translate.drop_npu_converters=true", *AS_OWN.split()))],
 )
 def test_training_from_a_toml_agrees_with_torchtitan_alone(
     launch: Callable[..., Result], tmp_path: Path, file: str, options: tuple[str, ...]
@@ -312,3 +337,49 @@ def test_toml_trains_on_torchtitans_own_text_and_tokenizer(launch: Callable[...,
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3 and all(0 < row["loss"] < 20 for row in rows)
     assert all(row["cp_bytes_sent"] > 0 for row in rows)  # the degree of the file was in effect
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v32", "llama3"])
+def test_toml_that_became_an_experiment_names_its_module_again(
+    command: Command, tmp_path: Path, model: str, degree: int
+) -> None:
+    text = (OWN / "npu_ulysses.toml").read_text().replace("deepseek_v3", model)
+    (tmp_path / "a.toml").write_text(text.replace("degree = 2", f"degree = {degree}"))
+    made = command("mode=translate", "toml=a.toml", "out=experiment/mine.yaml")
+    assert made.code == 0, made.err
+    layout = ["layout@cp.layout=contiguous"] if (model, degree) == ("deepseek_v32", 2) else []
+    back = command("--config-dir", ".", "experiment=mine", "mode=translate", "translate.to=toml", "out=b.toml", *layout)
+    assert back.code == 0, back.err
+    first, second = (tomllib.loads((tmp_path / name).read_text()) for name in ("a.toml", "b.toml"))
+    assert second["job"]["custom_config_module"] == first["job"]["custom_config_module"]
+    assert second["parallelism"]["enable_custom_context_parallel"] is True
+    assert second["parallelism"]["context_parallel_degree"] == degree and second["model"]["name"] == model
+
+
+def test_model_that_a_package_leaves_as_it_is_is_trained_without_it_and_said(command: Command) -> None:
+    result = command("mode=explain", f"toml={OWN / 'npu_ulysses.toml'}")
+    assert "torchtitan_npu is not installed" in result.out and "is trained without torchtitan_npu" in result.out
+    config = command(f"toml={OWN / 'npu_ulysses.toml'}", "data=builtin", "--cfg", "job")
+    composed = {**yaml.safe_load(config.out), "launch": {"output_dir": "x"}}
+    assert composed["titan"]["job"]["custom_config_module"] == "torchtitan_npu.config.custom_config"
+    titan = train.titan_of(composed)
+    assert "custom_config_module" not in titan["job"] and "enable_custom_context_parallel" not in titan["parallelism"]
+    assert "note " not in command("mode=explain", f"toml={OWN / 'npu_dsa.toml'}").out  # its sizes are planned
+
+
+def test_lines_of_one_report_are_pasted_one_after_the_other(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(
+        "[fork]\na = 1\nb = 2\n[training]\nmine = 3\nstepz = 9\nseq_len = 64.0\n[optimizer]\nswap_optimizer = true\n"
+        '[parallelism]\ncontext_parallel_load_balancer = "None"\ncontext_parallel_degree = "2"\n"odd key" = 1\n'
+    )
+    refused = command("toml=a.toml", "mode=explain")
+    assert refused.code == 1 and "8 problems" in refused.err, refused.err
+    tries = [re.sub(r"^ +try ", "", line) for line in refused.err.splitlines() if re.match(r" +try +", line)]
+    lines = [word for line in tries if "custom_config_module" not in line for word in shlex.split(line)]
+    shown = command("toml=a.toml", *lines, "translate.drop=[optimizer.swap_optimizer]", "--cfg", "job")
+    assert shown.code == 0, shown.err
+    made = yaml.safe_load(shown.out)
+    assert made["titan"]["training"]["steps"] == 9 and made["titan"]["training"]["seq_len"] == 64
+    assert (made["cp"]["degree"], made["cp"]["layout"]["kind"]) == (2, "contiguous")
+    assert len(made["translate"]["drop"]) == 5

@@ -1,6 +1,7 @@
 """A TOML file with the line of each key, and every fault of its text at once."""
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,11 @@ NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 HEADER = re.compile(rf"\s*(\[\[?)\s*({NAME}(?:\s*\.\s*{NAME})*)\s*\]\]?\s*(?:#.*)?$")
 PAIR = re.compile(rf"\s*({NAME}(?:\s*\.\s*{NAME})*)\s*=")
 AT_LINE = re.compile(r" \(at line (\d+), column \d+\)")
+MARKS = {  # what a file begins with -> (its encoding, what takes it off)
+    b"\xef\xbb\xbf": ("UTF-8", r"LC_ALL=C sed -i '1s/^\xEF\xBB\xBF//' {file}"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > utf8.toml"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8 {file} > utf8.toml"),
+}
 MULTILINE = ('"""', "'''")
 
 
@@ -76,8 +82,8 @@ def read_toml(path: str) -> TomlFile:
 
 
 def _text(path: str) -> str:
-    def refused(what: str, *details: tuple[str, str]) -> ConfigError:
-        return ConfigError([Problem(key="toml", what=what, details=details)], source=path)
+    def refused(what: str, *details: tuple[str, str], tries: tuple[str, ...] = ()) -> ConfigError:
+        return ConfigError([Problem(key="toml", what=what, details=details, tries=tries)], source=path)
 
     if Path(path).suffix == ".py":
         rule = (
@@ -88,7 +94,14 @@ def _text(path: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in path):
         raise ConfigError([Problem(key="toml", what=f"{path!r} is not the name of a file in UTF-8")])
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        raw = Path(path).read_bytes()
+        if (mark := next((mark for mark in MARKS if raw.startswith(mark)), None)) is not None:
+            name, line = MARKS[mark]
+            rule = ("rule", "TOML is UTF-8 without a mark, and torchtitan does not read a file that begins with one")
+            raise refused(
+                f"begins with the byte-order mark of {name}", rule, tries=(line.format(file=shlex.quote(path)),)
+            )
+        text = raw.decode("utf-8")
     except FileNotFoundError as error:
         raise refused(f"there is no file {path}", ("from", str(Path.cwd()))) from error
     except UnicodeDecodeError as error:
@@ -140,7 +153,11 @@ def _fault(error: tomllib.TOMLDecodeError, lines: list[str]) -> tuple[Problem, i
     key = f"line {number}" if number is not None else "toml"
     if number is None or number > len(lines):
         return Problem(key=key, what=f"is not TOML: {error}"), None
-    what = f"is not TOML: {AT_LINE.sub('', str(error)).lower()}"
+    said = AT_LINE.sub("", str(error))
+    what = f"is not TOML: {said[:1].lower()}{said[1:]}"
+    if twice := re.fullmatch(r"Cannot declare \((.*?),?\) twice", said):
+        section = ".".join(re.findall(r"'([^']*)'", twice.group(1)))
+        what = f"begins the section [{section}] a second time; one place has all its keys"
     problem = Problem(key=key, what=what, details=(("text", lines[number - 1].strip()),))
     line = lines[number - 1]
     is_alone = PAIR.match(line) and not any(mark in line for mark in MULTILINE) and line.count("[") == line.count("]")

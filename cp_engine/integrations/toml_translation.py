@@ -20,6 +20,7 @@ class Asked:
         data: the option of the group `data`.
         experiment: its name.
         folders: configuration folders, the shipped one first.
+        drop: keys and sections of the file to leave out, as it writes them.
         trust_modules: import config modules that the shipped table does not know.
         drop_npu_converters: leave out converters that call Ascend operators.
     """
@@ -29,6 +30,7 @@ class Asked:
     data: str | None = None
     experiment: str | None = None
     folders: tuple[Path, ...]
+    drop: tuple[str, ...] = ()
     trust_modules: bool = False
     drop_npu_converters: bool = False
 
@@ -41,7 +43,7 @@ class Row:
         key: as the file writes it.
         value: of it.
         where: `line 3`, or DEFAULT for a key that the file leaves out.
-        became: `mapped`, `passed through` or `defaulted`.
+        became: `mapped`, `passed through`, `dropped` or `defaulted`.
         target: what was written instead; empty where nothing has to be.
         why: the reason, where it is not the name of the group.
     """
@@ -76,7 +78,7 @@ class Translation:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     overridden: tuple[str, ...] = ()
-    flags: Mapping[str, bool] = field(default_factory=dict)
+    flags: Mapping[str, object] = field(default_factory=dict)
 
     def count(self, became: str) -> int:
         """How many keys became what."""

@@ -1,16 +1,15 @@
 """A torchtitan or torchtitan-npu TOML as choices of groups and values of keys; nothing of it is dropped without being named."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import yaml
 
 from cp_engine.compose import compose
-from cp_engine.data.sources import TEXTS
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.integrations.config_modules import imported_table, untrusted
 from cp_engine.integrations.toml_file import TomlFile
-from cp_engine.integrations.toml_keys import all_modules, key_problem, leaves
+from cp_engine.integrations.toml_keys import Key, all_modules, key_problems, leaves, present_names
 from cp_engine.integrations.toml_rules import Composed, Rules
 from cp_engine.integrations.toml_translation import (
     COMMAND_LINE,
@@ -32,15 +31,6 @@ OF_TEXT = {"training.dataset_path": "path", "model.hf_assets_path": "tokenizer"}
 """Keys of a data set -> where it is written, so that another choice of `data` leaves them without effect."""
 IN_HF = ("checkpoint.initial_load_in_hf", "checkpoint.last_save_in_hf")
 """Where one of these is true, model.hf_assets_path also names a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    """A key of the file under its present name."""
-
-    written: str
-    value: object
-    where: str
 
 
 def translate(file: TomlFile, asked: Asked) -> Translation:
@@ -66,27 +56,22 @@ class _Translator:
         self.rules = Rules(asked.folders[0])
         self.problems = list(file.problems)
         self.result = Translation(path=file.path)
-        self.keys: dict[str, _Key] = {}
+        self.keys: dict[str, Key] = {}
         self.table: dict[str, dict[str, object]] = {}
+        self.untrusted: Problem | None = None
 
     def run(self) -> None:
-        written = list(leaves(self.file.values, {**titan_table(), **all_modules()}))
-        for key, value in written:
-            self._rename(key, value)
+        named = present_names(self.file, {**titan_table(), **all_modules()}, self.rules, self.asked.drop)
+        self.keys, older = named.keys, named.is_older
+        self.problems += named.problems
+        self.result.rows += named.rows
         for key, value in self.asked.values.items():
             if key in self.keys:
                 self._row(self.keys[key], "mapped", "", "the command line sets it")
-            self.keys[key] = _Key(key, value, COMMAND_LINE)
+            self.keys[key] = Key(key, value, COMMAND_LINE)
         self.table = {**titan_table(), **self._module_table()}
-        for key in list(self.keys):
-            entry = self.keys[key]
-            if entry.value == {} and any(name.startswith(f"{key}.") for name in self.table):
-                del self.keys[key]  # a section without keys
-            elif problem := key_problem(
-                key, entry.written, entry.value, self.table, self.rules, is_typed=entry.where == COMMAND_LINE
-            ):
-                self.problems.append(replace(problem, details=(("at", entry.where), *problem.details)))
-        older = any(key in self.rules.retired for key, _ in written)
+        self.problems += key_problems(self.keys, self.table, self.rules, self.untrusted)
+        self.keys = {key: entry for key, entry in self.keys.items() if entry.value != {} or key in self.table}
         self.result.generation = self.rules.generation(lambda key: older if key == "older" else self.value(key))
         composed = self._composed()
         self._choose_model()
@@ -99,10 +84,13 @@ class _Translator:
         for key, entry in self.keys.items():
             self._write(key, entry, text)
         self._defaults(text)
+        if dropped := [f"{row.key} ({row.where})" for row in named.rows if row.became == "dropped"]:
+            self.result.notes.append(f"left out, as translate.drop says: {', '.join(dropped)}")
         self.result.flags = {name: getattr(self.asked, name) for name in ("trust_modules", "drop_npu_converters")}
-        for name, is_on in self.result.flags.items():
-            if is_on:
-                self.result.settings[f"translate.{name}"] = (True, COMMAND_LINE)
+        self.result.flags = {"drop": list(self.asked.drop), **self.result.flags}
+        for name, value in self.result.flags.items():
+            if value:
+                self.result.settings[f"translate.{name}"] = (value, COMMAND_LINE)
         settings = self.result.settings
         typed = self.asked.values.items()
         self.result.overridden = tuple(k for k, v in typed if settings.get(f"titan.{k}", (settings,))[0] != v)
@@ -115,35 +103,18 @@ class _Translator:
             return self.keys[key].value
         return self.table.get(key, {}).get("default")
 
-    def _rename(self, key: str, value: object) -> None:
-        now, where = self.rules.retired.get(key, key), self.file.at(key)
-        if isinstance(now, Mapping) and "gone" in now:
-            self._row(_Key(key, value, where), "mapped", "", str(now["gone"]))
-        elif isinstance(now, Mapping):
-            rule = ("rule", str(now["refuse"]))
-            self.problems.append(Problem(key=key, what="is retired", details=(("at", where), rule)))
-        elif str(now) in self.keys:
-            first, second = self.keys[str(now)], _Key(key, value, where)
-            old, new = (second, first) if key in self.rules.retired else (first, second)
-            what = f"is the retired name of {new.written} ({new.where}), and only one can be meant"
-            problem = Problem(key=old.written, what=what, details=(("at", old.where),), tries=(f"only {now}",))
-            self.problems.append(problem)
-        else:
-            self.keys[str(now)] = _Key(key, value, where)
-
     def _module_table(self) -> Mapping[str, dict[str, object]]:
         """The further keys of the config module that the file names."""
         entry = self.keys.get(MODULE)
         if entry is None or not isinstance(entry.value, str) or not entry.value:
             return {}
         module = str(self.rules.modules.get(entry.value, entry.value))
-        self.keys[MODULE] = _Key(entry.written, module, entry.where)
+        self.keys[MODULE] = Key(entry.written, module, entry.where)
         if module in module_tables():
             return {**module_tables()[module], **self.rules.older_keys(module)}
         if not self.asked.trust_modules:
-            self.problems.append(
-                replace(untrusted(module), key=entry.written, details=(("at", entry.where), *untrusted(module).details))
-            )
+            problem = untrusted(module)
+            self.untrusted = replace(problem, key=entry.written, details=(("at", entry.where), *problem.details))
             return {}
         try:
             return imported_table(module)
@@ -156,12 +127,12 @@ class _Translator:
         if not isinstance(self.value(key), str | None):
             return Composed()  # its type is refused already
         if self.value(key) not in choices:
-            near = suggest(str(self.value(key)), [name for name in choices if isinstance(name, str)])
+            near = suggest(str(self.value(key)), [name for name in choices if isinstance(name, str)]) or "null"
             allowed = ", ".join("null" if name is None else str(name) for name in choices)
-            tries = (f'{key} = "{near}"',) if near else ()
             what = f"{self.value(key)!r} is no load balancer of torchtitan"
-            details = (("at", self._whence(key)), ("allowed", allowed))
-            self.problems.append(Problem(key=key, what=what, details=details, tries=tries))
+            details = (("at", self._whence(key)), ("allowed", f"{allowed}; {titan_table()[key]['default']} by default"))
+            if not any(problem.key == key for problem in self.problems):  # "None" is said already
+                self.problems.append(Problem(key=key, what=what, details=details, tries=(f"titan.{key}={near}",)))
             return Composed()
         if not isinstance(degree := self.value(DEGREE), int) or isinstance(degree, bool) or degree < 1:
             if isinstance(degree, int):
@@ -200,9 +171,9 @@ class _Translator:
             return
         known = sorted(str(row[field_name]) for _, row in options(self.asked.folders, group) if row.get(field_name))
         near = suggest(str(name), known)
-        rule = ("rule", f"each is a file of the group {group}; yours is found with --config-dir")
-        details = (("at", self._whence(key)), ("allowed", ", ".join(known)), rule)
-        tries = (*((f'{key} = "{near}"',) if near else ()), f"my_folder/{group}/{name}.yaml with {field_name}: {name}")
+        file = f"my_folder/{group}/{name}.yaml with {field_name}: {name} is found with --config-dir my_folder"
+        details = (("at", self._whence(key)), ("allowed", ", ".join(known)), ("rule", f"each is a file; {file}"))
+        tries = (f"titan.{key}={near}",) if near else ()
         self.problems.append(
             Problem(key=key, what=f"{name!r} has no file in conf/{group}", details=details, tries=tries)
         )
@@ -229,11 +200,16 @@ class _Translator:
             why = f"{name} {flavor} attends with {attention}: the documents come with each batch"
             self.result.choices["mask"] = ("document", why)
 
-    def _write(self, key: str, entry: _Key, text: str) -> None:
+    def _write(self, key: str, entry: Key, text: str) -> None:
         """One key: as a value of the same name, or as what it decides."""
         settings = self.result.settings
         if key.startswith("parallelism.") and key in self.rules.deciding:
             self._row(entry, "mapped", f"cp={self.result.choices['cp'][0]}")
+            if key in module_tables().get(str(self.value(MODULE)), {}) and key not in titan_table():
+                settings[f"titan.{key}"] = (
+                    entry.value,
+                    entry.where,
+                )  # without effect in a run, and a TOML again has it
         elif key == "model.name":
             self._row(entry, "mapped", f"model={option_with(self.asked.folders, 'model', 'name', entry.value)}")
         elif key == "training.dataset":
@@ -250,8 +226,6 @@ class _Translator:
             settings[f"titan.{key}"] = (left, f"{entry.where}, without {', '.join(dropped)}")
             self._row(entry, "mapped", f"titan.{key}", f"without {', '.join(dropped)} (translate.drop_npu_converters)")
             self.result.notes.append(f"dropped converters, which call Ascend operators: {', '.join(dropped)}")
-        elif key == MODULE and not self._needs_module():
-            self._row(entry, "mapped", "", "no key that only this module has is left, and no converter")
         else:
             renamed = f", as {entry.written}" if entry.written != key else ""
             settings[f"titan.{key}"] = (entry.value, entry.where + renamed)
@@ -260,18 +234,6 @@ class _Translator:
     def _npu_converters(self) -> list[str]:
         value = self.value(CONVERTERS)
         return [name for name in value if name in self.rules.npu_converters] if isinstance(value, list) else []
-
-    def _needs_module(self) -> bool:
-        """Whether the run still needs the config module: for keys that torchtitan has not, a data set, a flavor or converters."""
-        module = str(self.value(MODULE))
-        if module not in module_tables() or self.value("training.dataset") not in TEXTS:
-            return True
-        extra = set(self.table) - set(titan_table()) - set(self.rules.older_keys(module))
-        kept = {key for key in self.keys if key in extra and key != "parallelism.enable_custom_context_parallel"}
-        row = shape_table().get(str(self.value("model.name")), {}).get(str(self.value("model.flavor")), {})
-        if bool(kept) or row.get("package") == module.partition(".")[0]:
-            return True
-        return bool(self._npu_converters()) and not self.asked.drop_npu_converters
 
     def _defaults(self, text: str) -> None:
         """torchtitan's value of what the file leaves out and this project's own configuration sets to something else."""
@@ -288,13 +250,16 @@ class _Translator:
             is_chosen = (key == "model.flavor" and self.asked.model) or key in of_experiment
             if key not in self.keys and value != default and not is_chosen:
                 self.result.settings[f"titan.{key}"] = (default, DEFAULT)
-                self._row(_Key(key, default, DEFAULT), "defaulted", f"titan.{key}")
+                self._row(Key(key, default, DEFAULT), "defaulted", f"titan.{key}")
 
-    def _row(self, entry: _Key, became: str, target: str, why: str = "") -> None:
+    def _row(self, entry: Key, became: str, target: str, why: str = "") -> None:
         if entry.where != COMMAND_LINE:
             self.result.rows.append(
                 Row(key=entry.written, value=entry.value, where=entry.where, became=became, target=target, why=why)
             )
 
     def _whence(self, key: str) -> str:
-        return self.keys[key].where if key in self.keys else DEFAULT
+        if key in self.keys:
+            return self.keys[key].where
+        is_own = self.table.get(key) == titan_table().get(key)
+        return DEFAULT if is_own else f"the default of {self.value(MODULE)}"
