@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,15 @@ def test_toml_is_planned(command: Command, file: str, options: tuple[str, ...], 
         (  # the package's model is not this engine's of the same name
             [f"toml={OWN / 'npu_dsa.toml'}", "data=builtin", "translate.drop_npu_converters=true"],
             ["1 problem", "heads 128 (here 8)", "latent_dim 512 (here 128)", AS_OWN],
+        ),
+        pytest.param(
+            ["cp=ulysses", "titan.job.custom_config_module=torchtitan.models.flux.job_config"],
+            [
+                "imports transformers, which is not installed",
+                "pip install transformers",
+                "~titan.job.custom_config_module",
+            ],
+            marks=pytest.mark.skipif(find_spec("transformers") is not None, reason="transformers is installed"),
         ),
         (["toml=fork.toml", "data=builtin"], ["2 problems", "translate.drop=[fork]", "translate.drop=[training.mine]"]),
         (["toml=good.toml", "translate.drop=fork"], ["is 'fork', not a list", "translate.drop=[fork]"]),

@@ -115,6 +115,9 @@ def module_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         return
     if module not in module_tables() and lookup(config, "translate.trust_modules") is not True:
         yield untrusted(module)
+    elif (other := Rules(conf_dir()).imports.get(module)) is not None and not is_installed(other):
+        what, tries = f"imports {other}, which is not installed", (_install(other), _without_module(config))
+        yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
     elif not is_installed(module) and (module not in module_tables() or _used(config)):
         package, used = module.partition(".")[0], ", ".join(_used(config))
         what, details = f"needs the package {package}, which is not installed", (("for", used or "its JobConfig"),)

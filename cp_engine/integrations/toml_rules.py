@@ -51,6 +51,11 @@ class Rules:
         return self._table("modules")
 
     @property
+    def imports(self) -> Mapping[str, str]:
+        """Config modules of torchtitan's own that import another package, and which."""
+        return dict(self._data["imports"])
+
+    @property
     def ascend_packages(self) -> dict[str, str]:
         """Packages that import torch_npu, and what installs each."""
         return dict(self._data["ascend_packages"])
