@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from cp_engine import train
+from cp_engine.integrations import module_needs, torchtitan_packages
+from cp_engine.integrations.config_modules import is_installed
 from cp_engine.integrations.toml_file import tomllib
 from tests.conftest import Result
 
@@ -24,6 +26,22 @@ OF_NPU = [
 AS_OWN = "~titan.parallelism.enable_custom_context_parallel ~titan.job.custom_config_module"
 """What trains without torchtitan-npu's models."""
 SHORT = ("titan.training.seq_len=64", "titan.training.local_batch_size=2")
+
+
+@pytest.fixture(autouse=True)
+def torchtitan_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Whether commands in this process find torchtitan-npu: not, unless a test says so."""
+
+    def say(is_there: bool) -> None:
+        for module in (module_needs, torchtitan_packages):
+            monkeypatch.setattr(
+                module,
+                "is_installed",
+                lambda name: is_there if name.startswith("torchtitan_npu") else is_installed(name),
+            )
+
+    say(False)
+    return say
 
 
 @pytest.mark.parametrize(
@@ -311,6 +329,9 @@ def test_two_runs_from_one_toml_share_no_folder(command: Command) -> None:
     )
 
 
+@pytest.mark.skipif(
+    find_spec("torchtitan_npu") is not None, reason="torchtitan-npu is installed, whose models are then trained"
+)
 @pytest.mark.parametrize(
     ("file", "options"),
     [("npu_ulysses", ()), ("npu_dsa", ("translate.drop_npu_converters=true", *AS_OWN.split()))],
@@ -367,7 +388,9 @@ def test_toml_that_became_an_experiment_names_its_module_again(
     assert second["parallelism"]["context_parallel_degree"] == degree and second["model"]["name"] == model
 
 
-def test_model_that_a_package_leaves_as_it_is_is_trained_without_it_and_said(command: Command) -> None:
+def test_model_that_a_package_leaves_as_it_is_is_trained_without_it_and_said(
+    command: Command, torchtitan_npu: Callable[[bool], None]
+) -> None:
     result = command("mode=explain", f"toml={OWN / 'npu_ulysses.toml'}")
     assert "torchtitan_npu is not installed" in result.out and "is trained without torchtitan_npu" in result.out
     config = command(f"toml={OWN / 'npu_ulysses.toml'}", "data=builtin", "--cfg", "job")
@@ -376,6 +399,12 @@ def test_model_that_a_package_leaves_as_it_is_is_trained_without_it_and_said(com
     titan = train.titan_of(composed)
     assert "custom_config_module" not in titan["job"] and "enable_custom_context_parallel" not in titan["parallelism"]
     assert "note " not in command("mode=explain", f"toml={OWN / 'npu_dsa.toml'}").out  # its sizes are planned
+    torchtitan_npu(True)
+    titan = train.titan_of(composed)
+    assert titan["job"]["custom_config_module"] == "torchtitan_npu.config.custom_config"
+    assert titan["parallelism"]["enable_custom_context_parallel"] is True
+    refused = command(f"toml={OWN / 'npu_ulysses.toml'}", "data=builtin", "launch.device=cpu")
+    assert refused.code == 1 and "imports torch_npu, and launch.device is cpu" in refused.err
 
 
 def test_lines_of_one_report_are_pasted_one_after_the_other(command: Command, tmp_path: Path) -> None:
