@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 import torch._utils
+import torch.profiler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +37,8 @@ def cpu_shims() -> Iterator[None]:
             _replace(undo, torch.cpu, "current_device", lambda: 0)
         if not _counts_integers(torch.histc):
             _replace(undo, torch, "histc", _histc_of(torch.histc))
+        if not _profiles_without_accelerator(torch.profiler.profile):
+            _replace(undo, torch.profiler, "profile", _profile_of(torch.profiler.profile))
         if not _adds_up(torch.nn.utils.get_total_norm):
             _replace(undo, torch.nn.utils, "get_total_norm", _total_norm_of(torch.nn.utils.get_total_norm))
         yield
@@ -128,6 +131,31 @@ def _histc_of(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return counts.to(input.dtype)
 
     return histc
+
+
+def _profiles_without_accelerator(profile: Callable[..., object]) -> bool:
+    try:
+        profile(activities=[torch.profiler.ProfilerActivity.CPU, None])
+    except TypeError:
+        return False
+    return True
+
+
+def _profile_of(original: Callable[..., torch.profiler.profile]) -> Callable[..., torch.profiler.profile]:
+    # torchtitan asks for the CPU and for the accelerator that it found, which is None where there is none; torch 2.13 refuses that.
+    def profile(
+        *,
+        activities: Iterable[torch.profiler.ProfilerActivity | None],
+        schedule: Callable[[int], torch.profiler.ProfilerAction],
+        on_trace_ready: Callable[[torch.profiler.profile], None],
+        record_shapes: bool,
+    ) -> torch.profiler.profile:
+        present = [activity for activity in activities if activity is not None]
+        return original(
+            activities=present, schedule=schedule, on_trace_ready=on_trace_ready, record_shapes=record_shapes
+        )
+
+    return profile
 
 
 def _adds_up(total_norm: Callable[..., torch.Tensor]) -> bool:
