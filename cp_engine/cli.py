@@ -120,7 +120,8 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     def task(composed: "DictConfig") -> None:
         started.append(Path(HydraConfig.get().runtime.output_dir))
         try:
-            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group, translation):
+            typed = list(HydraConfig.get().overrides.task)
+            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group, translation, typed):
                 return
         except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
             print(error, file=sys.stderr, flush=True)

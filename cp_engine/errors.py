@@ -47,11 +47,16 @@ class CPError(Exception):
     def _text(self) -> str:
         kind, where = type(self).__name__, f" in {self.source}" if self.source else ""
         count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        lines = [f"{kind}: {count}{where}"]
-        for i, problem in enumerate(self.problems, 1):
-            lines.append(f"  {i}. {problem.key}  {problem.what}")
-            lines += [f"     {line}" for line in problem.lines()]
-        return "\n".join(lines)
+        return "\n".join([f"{kind}: {count}{where}", *numbered(self.problems)])
+
+
+def numbered(problems: Sequence[Problem]) -> list[str]:
+    """The lines of several problems, below a line that says what they are problems of."""
+    lines = []
+    for i, problem in enumerate(problems, 1):
+        lines.append(f"  {i}. {problem.key}  {problem.what}")
+        lines += [f"     {line}" for line in problem.lines()]
+    return lines
 
 
 class ConfigError(CPError):

@@ -3,7 +3,8 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from cp_engine.integrations.toml_translation import Translation
     from cp_engine.join import Group
     from cp_engine.plan import Plan
+    from cp_engine.training_checks import Refusals
 
 # The rest is imported where it is used: planning needs no torchtitan and no process group.
 
 
 def run_job(
-    composed: DictConfig, output_dir: Path, group: "Group | None", translation: "Translation | None" = None
+    composed: DictConfig,
+    output_dir: Path,
+    group: "Group | None",
+    translation: "Translation | None" = None,
+    typed: Sequence[str] = (),
 ) -> bool:
     """One job: check everything, then do what `mode` says.
 
@@ -32,6 +38,7 @@ def run_job(
         output_dir: the job's folder.
         group: the ranks that exist already; None to start new ones.
         translation: of the TOML that the command line names.
+        typed: overrides of the command line.
 
     Returns:
         False if verify found a difference; it has shown where.
@@ -56,15 +63,15 @@ def run_job(
     if config.get("mode") == "translate":
         from cp_engine import translate_mode
 
-        translate_mode.run(config, translation)
+        translate_mode.run(config, translation, lambda: _refusals(config, typed))
         return True
     if group is not None and config.get("mode") == "train":
         config = group.adopt(config)
-    plan = planned(config)
+    plan = planned(config, typed)
     if config["mode"] == "verify":
         _show(translation, config)
         return _verify(plan, config, output_dir)
-    _explain(plan, config, translation)
+    _explain(plan, config, translation, typed)
     if config["mode"] == "train":
         _train(config, output_dir, group)
     return True
@@ -84,8 +91,12 @@ def plain(composed: DictConfig) -> dict[str, object]:
     return {str(key): value for key, value in config.items()}
 
 
-def planned(config: Mapping[str, object]) -> "Plan":
+def planned(config: Mapping[str, object], typed: Sequence[str] = ()) -> "Plan":
     """The proved plan of a configuration.
+
+    Args:
+        config: the composed configuration.
+        typed: overrides of the command line.
 
     Raises:
         CPError: every problem of all parts of the configuration together.
@@ -93,7 +104,7 @@ def planned(config: Mapping[str, object]) -> "Plan":
     from cp_engine import job
     from cp_engine.schema import plan_from_config
 
-    found = job.problems(config)
+    found = job.problems(config, typed)
     try:
         shape = job.shape_of(config)
     except (ConfigError, ValueError, ArithmeticError) as error:  # of a wrong type or 0: `found` has it
@@ -129,17 +140,40 @@ def _show(translation: "Translation | None", config: Mapping[str, object]) -> No
         print(flush=True)
 
 
-def _explain(plan: "Plan", config: Mapping[str, object], translation: "Translation | None") -> None:
-    from cp_engine import explain
+def _refusals(config: Mapping[str, object], typed: Sequence[str]) -> "Refusals":
+    """What training would refuse of a configuration that is only translated, its plan included."""
+    from cp_engine import job
+    from cp_engine.training_checks import Refusals, of_training
 
-    settings, device = config["explain"], _device(config)
+    train, refusals = {**config, "mode": "train"}, Refusals()
+    try:
+        if not job.first_problems(train):
+            refusals = of_training(train, typed)
+        planned(train, typed)
+    except CPError as error:
+        others = (p for p in error.problems if p not in (*refusals.refused, *refusals.here))
+        return replace(refusals, refused=(*refusals.refused, *others))
+    return refusals
+
+
+def _explain(
+    plan: "Plan", config: Mapping[str, object], translation: "Translation | None", typed: Sequence[str]
+) -> None:
+    from cp_engine import explain
+    from cp_engine.training_checks import of_training
+
+    settings, device, is_planned = config["explain"], _device(config), config["mode"] == "explain"
     assert isinstance(settings, Mapping)
     with operators_of(device):
-        if config["mode"] == "explain" and settings["format"] == "json":
-            print(json.dumps(explain.data(plan, device=device), indent=2))
-        else:
-            _show(translation, config)
-            print(explain.text(plan, device=device), flush=True)
+        if is_planned and settings["format"] == "json":
+            refusals = of_training(config, typed, is_planned=True)
+            print(json.dumps({**explain.data(plan, device=device), "training": refusals.data()}, indent=2))
+            return
+        _show(translation, config)
+        print(explain.text(plan, device=device), flush=True)
+    told = of_training(config, typed, is_planned=True).lines() if is_planned else []
+    if told:
+        print("", *told, sep="\n", flush=True)
 
 
 def _device(config: Mapping[str, object]) -> str:

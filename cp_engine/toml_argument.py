@@ -16,7 +16,7 @@ from cp_engine import experiment
 from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_file import read_toml
-from cp_engine.integrations.toml_rules import Rules
+from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.integrations.toml_translation import Asked, Translation
 from cp_engine.integrations.torchtitan_toml import DEGREE, OF_TEXT, translate
 from cp_engine.keys import known_keys, titan_table, unknown_key
@@ -105,7 +105,7 @@ def _swept(arguments: Sequence[str]) -> Iterator[Problem]:
     """What a sweep cannot vary, since a file is translated once."""
     if not {"-m", "--multirun"} & set(arguments):
         return
-    deciding = {f"titan.{key}" for key in (*Rules(conf_dir()).deciding, *OF_TEXT, "training.dataset", "model.flavor")}
+    deciding = {f"titan.{key}" for key in (*shipped_rules().deciding, *OF_TEXT, "training.dataset", "model.flavor")}
     for argument in arguments:
         parsed = None if argument.startswith("-") or "=" not in argument else _parsed(argument)
         if parsed is not None and parsed.is_sweep_override() and parsed.key_or_group in {*deciding, "model"}:
@@ -194,11 +194,11 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
         problem = unknown_key(f"titan.{key}", known_keys(), value)
         return Problem(key=argument, what=f"{problem.key}: unknown key", details=(rule,), tries=problem.tries)
     name = OTHER_PLACES.get(key, f"titan.{key}")
-    balancer, layouts = Rules(conf_dir()).balancers
+    balancer, layouts = shipped_rules().balancers
     if key == balancer:
         name, value = "layout@cp.layout", str(layouts.get(None if value == "None" else value, "zigzag"))
     elif key == "parallelism.context_parallel_rotate_method":
-        name, value = "cp", Rules(conf_dir()).native(value)
+        name, value = "cp", shipped_rules().native(value)
     elif str(titan_table()[key]["type"]).startswith("list["):
         value = f"[{value}]"
     shown = value if _parsed(f"{name}={value}") is not None else _quoted(value)

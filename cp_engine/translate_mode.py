@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cp_engine import experiment
@@ -10,14 +10,16 @@ from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.toml_translation import Translation
 from cp_engine.keys import key_problems
+from cp_engine.training_checks import Refusals
 
 
-def run(config: Mapping[str, object], translation: Translation | None) -> None:
-    """Writes the file that `out` names, or prints what it would hold.
+def run(config: Mapping[str, object], translation: Translation | None, refusals: Callable[[], Refusals]) -> None:
+    """Writes the file that `out` names, or prints what it would hold; says what training would refuse of it.
 
     Args:
         config: the composed configuration.
         translation: of the TOML that the command line names.
+        refusals: of a run of the configuration, whose keys are right.
 
     Raises:
         ConfigError: keys that are wrong, a file that is there, or a configuration that no TOML can say.
@@ -41,6 +43,8 @@ def run(config: Mapping[str, object], translation: Translation | None) -> None:
         assert translation is not None
         name = Path(out).stem if isinstance(out, str) else "NAME"
         content, said = experiment.text(translation, name), experiment.report(translation) + "\n"
+    if told := refusals().lines():
+        said += "\n".join(["", *told, ""])
     if not isinstance(out, str):
         print(content, end="")
         print(said, file=sys.stderr, end="")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cp_engine.integrations.config_modules import keys_of
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from tests import titan_reads
 
 INTEGRATIONS = Path(__file__).parents[1] / "cp_engine" / "integrations"
 MODELS = {
@@ -49,6 +50,23 @@ def titan_keys() -> dict[str, dict[str, object]]:
         from torchtitan.config import JobConfig
 
     return keys_of(JobConfig())
+
+
+def titan_reads_of(shipped: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
+    """A row for every key: the shipped one, with a file of the installed torchtitan that reads it; rows of modules as shipped."""
+    with cpu_shims():
+        from torchtitan.config import JobConfig
+
+    keys = keys_of(JobConfig())
+    found = titan_reads.readers(tuple(keys), titan_reads.section_classes(JobConfig()))
+    rows = {}
+    for key, files in found.items():
+        row = {name: value for name, value in shipped.get(key, {}).items() if name not in ("read", "seen")}
+        if "unread" in row:
+            rows[key] = {**row, **({"seen": files} if files else {})}
+        else:
+            rows[key] = {**({"read": "train.py" if "train.py" in files else files[0]} if files else {}), **row}
+    return rows | {name: row for name, row in shipped.items() if name in read("torchtitan_modules.json")}
 
 
 def module_keys(names: tuple[str, ...]) -> dict[str, dict[str, dict[str, object]]]:
@@ -114,6 +132,7 @@ def attention_shape(args: object) -> dict[str, object]:
         "v_head_dim": v_head_dim,
         **latent,
         "attention": args.attn_type,
+        "layers": args.n_layers,
     }
 
 
@@ -176,7 +195,7 @@ def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
 
 
 def main() -> None:
-    """Writes the three tables; without torchtitan-npu its rows stay as they are."""
+    """Writes the tables; without torchtitan-npu its rows stay as they are, and so does what was found out about keys by reading."""
     modules, shapes = module_keys(MODULES), titan_shapes()
     npu_module = f"{NPU}.config.custom_config"
     if sys.argv[1:]:
@@ -189,6 +208,7 @@ def main() -> None:
     (INTEGRATIONS / "torchtitan_keys.json").write_text(dump(titan_keys()))
     (INTEGRATIONS / "torchtitan_modules.json").write_text(dump(modules))
     (INTEGRATIONS / "torchtitan_shapes.json").write_text(dump(shapes))
+    (INTEGRATIONS / "torchtitan_reads.json").write_text(dump(titan_reads_of(read("torchtitan_reads.json"))))
 
 
 def rows_of_npu(shapes: dict[str, dict[str, dict[str, object]]]) -> dict[str, dict[str, dict[str, object]]]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
-from cp_engine.compose import conf_dir
 from cp_engine.data.sources import TEXTS
 from cp_engine.errors import Problem
 from cp_engine.integrations.config_modules import is_installed, untrusted
-from cp_engine.integrations.toml_rules import Rules
+from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import (
     ABSENT,
     CONFIG_MODULE,
@@ -108,52 +107,70 @@ def _without_module(config: Mapping[str, object]) -> str:
     return " ".join([*drop, f"~{CONFIG_MODULE}", *change])
 
 
-def module_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """A config module that is not known, or that the job needs and that is not installed."""
-    module = value_of(config, CONFIG_MODULE)
-    if not isinstance(module, str) or not module:
-        return
-    if module not in module_tables() and lookup(config, "translate.trust_modules") is not True:
+def problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A config module that is not known, or flavors that the job's modules do not go with, on whatever machine.
+
+    Args:
+        config: the whole composed configuration.
+    """
+    module, key = value_of(config, CONFIG_MODULE), "titan.model.flavor"
+    if isinstance(module, str) and module and not _is_trusted(config, module):
         yield untrusted(module)
-    elif (other := Rules(conf_dir()).imports.get(module)) is not None and not is_installed(other):
-        what, tries = f"imports {other}, which is not installed", (_install(other), _without_module(config))
-        yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
-    elif not is_installed(module) and (module not in module_tables() or _used(config)):
-        package, used = module.partition(".")[0], ", ".join(_used(config))
-        what, details = f"needs the package {package}, which is not installed", (("for", used or "its JobConfig"),)
-        tries = (_install(package), _without_module(config))
-        yield Problem(key=CONFIG_MODULE, what=what, details=details, tries=tries)
-
-
-def _install(package: str) -> str:
-    return Rules(conf_dir()).ascend_packages.get(package, f"pip install {package.replace('_', '-')}")
-
-
-def flavor_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """A flavor of a package that is not installed or not loaded, or of this engine's model where a package brings its own."""
-    key = "titan.model.flavor"
     name, flavor, host = str(value_of(config, "titan.model.name")), str(value_of(config, key)), package_of(config)
     rows = flavors(config)
     package = rows.get(flavor, {}).get("package")
-    own = [other for other, row in rows.items() if row.get("package") != package]
-    if isinstance(package, str) and not is_installed(package):
-        what = (
-            f"'{flavor}' of {name} is a flavor of the package {package}, which is not installed: it can be planned only"
-        )
-        other = _without_module(config) if package == host else f"{key}={own[0]}" if own else ""
-        details = (("here", ", ".join(own)), *_sizes(name, flavor, package))
-        tries = (_install(package), "mode=explain", *((other,) if other else ()))
-        yield Problem(key=key, what=what, details=details, tries=tries)
-    elif isinstance(package, str) and package != host:
+    if isinstance(package, str) and package != host and is_installed(package):
         module = next(module for module in module_tables() if module.startswith(f"{package}."))
         what = f"'{flavor}' of {name} is a flavor of the package {package}, which the job does not load"
-        yield Problem(key=key, what=what, tries=(f"{CONFIG_MODULE}={module}", f"{key}={own[0]}"))
+        own = next(other for other, row in rows.items() if row.get("package") != package)
+        yield Problem(key=key, what=what, tries=(f"{CONFIG_MODULE}={module}", f"{key}={own}"))
     brought = _brings(config)
     if brought and flavor in rows and package is None:
         what = f"'{flavor}' is a flavor of this engine's {name}, and {CONFIG_MODULE} brings the {name} of {host}"
         details = (("of " + host, ", ".join(brought)),)
         tries = (f"{key}={brought[0]}", _without_module(config))
         yield Problem(key=key, what=what, details=details, tries=tries)
+
+
+def missing(config: Mapping[str, object]) -> Iterator[Problem]:
+    """Packages of config module and flavor that the job needs and that are not installed here.
+
+    Args:
+        config: the whole composed configuration.
+    """
+    module, key = value_of(config, CONFIG_MODULE), "titan.model.flavor"
+    if isinstance(module, str) and module and _is_trusted(config, module):
+        package, used = module.partition(".")[0], ", ".join(_used(config))
+        other = shipped_rules().imports.get(module)
+        if other is not None and not is_installed(other):
+            what, tries = f"imports {other}, which is not installed", (_install(other), _without_module(config))
+            yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
+        elif not is_installed(module) and (module not in module_tables() or used):
+            what, tries = (
+                f"needs the package {package}, which is not installed",
+                (_install(package), _without_module(config)),
+            )
+            yield Problem(key=CONFIG_MODULE, what=what, details=(("for", used or "its JobConfig"),), tries=tries)
+    name, flavor, host = str(value_of(config, "titan.model.name")), str(value_of(config, key)), package_of(config)
+    rows = flavors(config)
+    needed = rows.get(flavor, {}).get("package")
+    if isinstance(needed, str) and not is_installed(needed):
+        own = [other for other, row in rows.items() if row.get("package") != needed]
+        what = (
+            f"'{flavor}' of {name} is a flavor of the package {needed}, which is not installed: it can be planned only"
+        )
+        change = _without_module(config) if needed == host else f"{key}={own[0]}" if own else ""
+        details = (("here", ", ".join(own)), *_sizes(name, flavor, needed))
+        tries = (_install(needed), "mode=explain", *((change,) if change else ()))
+        yield Problem(key=key, what=what, details=details, tries=tries)
+
+
+def _is_trusted(config: Mapping[str, object], module: str) -> bool:
+    return module in module_tables() or lookup(config, "translate.trust_modules") is True
+
+
+def _install(package: str) -> str:
+    return shipped_rules().ascend_packages.get(package, f"pip install {package.replace('_', '-')}")
 
 
 def _sizes(name: str, flavor: str, package: str) -> Iterator[tuple[str, str]]:

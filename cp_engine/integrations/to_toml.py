@@ -3,10 +3,10 @@
 import json
 from collections.abc import Iterator, Mapping
 
-from cp_engine import data, job
-from cp_engine.compose import compose, conf_dir
+from cp_engine import data, training_checks
+from cp_engine.compose import compose
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.integrations.toml_rules import Rules
+from cp_engine.integrations.toml_rules import Rules, shipped_rules
 from cp_engine.keys import CONFIG_MODULE, lookup, module_tables, shape_row, shape_table, titan_table, value_of
 from cp_engine.models import OWN
 from cp_engine.schema import degree_of
@@ -27,10 +27,14 @@ def toml_text(config: Mapping[str, object]) -> str:
     Raises:
         ConfigError: everything that no key of torchtitan or torchtitan-npu says.
     """
-    problems = [*job.mask_problems(config), *job.shape_problems(config), *data.tokenizer_problems(config)]
-    problems += _own_model(config)
+    problems = [
+        *training_checks.mask_problems(config),
+        *training_checks.shape_problems(config),
+        *data.tokenizer_problems(config),
+        *_own_model(config),
+    ]
     keys = _titan_keys(config)
-    rules, cp = Rules(conf_dir()), config["cp"]
+    rules, cp = shipped_rules(), config["cp"]
     assert isinstance(cp, Mapping)
     try:
         degree = degree_of(cp)

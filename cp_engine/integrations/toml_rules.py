@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from cp_engine.compose import conf_dir
 
 Values = Callable[[str], object]
 """The value of a dotted key, defaults included."""
@@ -140,10 +143,17 @@ class Rules:
         return table
 
     def _holding(self, name: str, values: Values) -> Iterator[Mapping[str, object]]:
-        yield from (row for row in self._data[name] if _holds(row["when"], values))
+        yield from (row for row in self._data[name] if holds(row["when"], values))
 
 
-def _holds(when: Mapping[str, object], values: Values) -> bool:
+@cache
+def shipped_rules() -> Rules:
+    """The rules that ship, which take a tenth of a second to read."""
+    return Rules(conf_dir())
+
+
+def holds(when: Mapping[str, object], values: Values) -> bool:
+    """Whether every condition holds: a value, or one of the words of conf/torchtitan.yaml."""
     return all(_is_so(condition, values(key)) for key, condition in when.items())
 
 

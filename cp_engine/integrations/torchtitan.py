@@ -2,27 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
-from math import isfinite
 
 from cp_engine import data, world
-from cp_engine.errors import Problem, suggest
-from cp_engine.integrations import torchtitan_packages, torchtitan_resume
-from cp_engine.integrations.module_needs import OPTIMIZERS
-from cp_engine.keys import shape_row, value_of
+from cp_engine.errors import Problem
+from cp_engine.integrations import (
+    torchtitan_packages,
+    torchtitan_reads,
+    torchtitan_resume,
+    torchtitan_stages,
+    torchtitan_values,
+)
+from cp_engine.keys import value_of
 from cp_engine.mask import is_from_call
 from cp_engine.schema import degree_of, read
-
-STAND_INS = (  # (keys of titan.*, what decides instead, what to write)
-    ("training.dataset", "the text is chosen by the data group", "data=c4_test"),
-    ("training.dataset_path", "the text is chosen by the data group", "datasets.c4_test.path=..."),
-    ("job.config_file", "torchtitan's own argument parser does not run", "toml=..."),
-    (
-        "experimental.custom_args_module",
-        "torchtitan's own argument parser does not run",
-        "titan.job.custom_config_module=...",
-    ),
-)
 
 
 def titan_value(config: Mapping[str, object], key: str, default: object = None) -> object:
@@ -45,7 +37,7 @@ def titan_value(config: Mapping[str, object], key: str, default: object = None) 
 
 
 def check(config: Mapping[str, object]) -> list[Problem]:
-    """What of a job this integration cannot do, or would silently ignore.
+    """What of a job this integration cannot do, or would silently ignore, on whatever machine; `torchtitan_here` has the rest.
 
     Args:
         config: the whole composed configuration.
@@ -53,12 +45,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     Returns:
         One problem per fault. Names, types and lengths of `titan.*` are checked in `cp_engine.job`.
     """
-    problems = []
-    for key, reason, instead in STAND_INS:
-        if titan_value(config, key) not in (None, ""):
-            details = (("rule", f"{reason}; setting both could only be ignored"),)
-            what, tries = f"is {titan_value(config, key)!r}, and would have no effect", (f"~titan.{key}", instead)
-            problems.append(Problem(key=f"titan.{key}", what=what, details=details, tries=tries))
+    problems = [*torchtitan_reads.unread(config)]
     if data.dataset_of(config) is None:
         problems += _byte_problems(config)
     if titan_value(config, "validation.enable"):
@@ -66,42 +53,17 @@ def check(config: Mapping[str, object]) -> list[Problem]:
     if titan_value(config, "comm.mode", "default") != "default":
         what = f"is {titan_value(config, 'comm.mode')!r}; the engine's collectives need real ranks"
         problems.append(Problem(key="titan.comm.mode", what=what, tries=("titan.comm.mode=default",)))
-    in_hf = [name for name in ("last_save_in_hf", "initial_load_in_hf") if titan_value(config, f"checkpoint.{name}")]
-    if in_hf and titan_value(config, "checkpoint.enable") and find_spec("safetensors") is None:
-        what = "is true, and the package safetensors is not installed"
-        problems.append(Problem(key=f"titan.checkpoint.{in_hf[0]}", what=what, tries=("pip install safetensors",)))
-    problems += _value_problems(config)
+    problems += torchtitan_values.check(config)
     return [
         *problems,
         *torchtitan_packages.check(config),
         *_latent_problems(config),
         *_indexer_problems(config),
         *_compile_problems(config),
-        *_stage_problems(config),
+        *torchtitan_stages.check(config),
         *_expert_problems(config),
         *torchtitan_resume.check(config),
     ]
-
-
-def _value_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """Values that every rank would refuse."""
-    name, rate = titan_value(config, "optimizer.name", "AdamW"), titan_value(config, "optimizer.lr", 0.0)
-    if name not in OPTIMIZERS and not value_of(config, "titan.job.custom_config_module"):
-        near = suggest(str(name), OPTIMIZERS) or OPTIMIZERS[-1]
-        details = (("allowed", ", ".join(OPTIMIZERS)),)
-        key = "titan.optimizer.name"
-        yield Problem(
-            key=key, what=f"{name!r} is no optimizer of torchtitan", details=details, tries=(f"{key}={near}",)
-        )
-    if not (isinstance(rate, int | float) and isfinite(rate) and rate >= 0):
-        yield Problem(key="titan.optimizer.lr", what=f"is {rate}, and a learning rate is a number from 0")
-    if titan_value(config, "metrics.enable_wandb") is True and find_spec("wandb") is None:
-        what, key = "is true, and the package wandb is not installed", "titan.metrics.enable_wandb"
-        yield Problem(key=key, what=what, tries=("pip install wandb", f"{key}=false"))
-    if isinstance(every := titan_value(config, "training.gc_freq", 1), int) and every < 1:
-        yield Problem(
-            key="titan.training.gc_freq", what=f"is {every}, less than 1 step", tries=("titan.training.gc_freq=50",)
-        )
 
 
 def _byte_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -111,10 +73,6 @@ def _byte_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         titan_value(config, f"checkpoint.{name}") for name in in_hf
     ):
         what = "names a tokenizer, and text is read byte by byte; it is used only with Hugging Face checkpoints"
-        yield Problem(key=key, what=what, tries=(f"~{key}",))
-    key = "titan.model.tokenizer_path"
-    if titan_value(config, "model.tokenizer_path") not in (None, ""):
-        what = "names a tokenizer, and text is read byte by byte, without a tokenizer file"
         yield Problem(key=key, what=what, tries=(f"~{key}",))
     key = "titan.validation.dataset"
     if titan_value(config, "validation.enable") and titan_value(config, "validation.dataset") not in (None, ""):
@@ -209,14 +167,6 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     elif text.get("path") is not None:
         what = f"is null, and text of {text['path']} that was trained on would be validated on"
         yield Problem(key=key, what=what, tries=(f"{key}=<folder of .jsonl files>",))
-
-
-def _stage_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """A model that torchtitan does not cut into pipeline stages."""
-    key = "titan.parallelism.pipeline_parallel_degree"
-    if int(str(value_of(config, key))) > 1 and shape_row(config).get("pipeline") is False:
-        what = f"is {value_of(config, key)}, and torchtitan 0.2.2 has no pipeline stages for {value_of(config, 'titan.model.name')}"
-        yield Problem(key=key, what=what, tries=(f"{key}=1",))
 
 
 def _expert_problems(config: Mapping[str, object]) -> Iterator[Problem]:

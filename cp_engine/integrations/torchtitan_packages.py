@@ -1,15 +1,15 @@
-"""What of a job needs a package or a device that is not here: config modules, flavors and model converters."""
+"""What of a job needs other packages, or another device: config modules, flavors and model converters."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cp_engine import world
-from cp_engine.compose import conf_dir
-from cp_engine.devices import REHEARSAL, resolve
+from cp_engine.devices import REHEARSAL
 from cp_engine.errors import Problem, suggest
+from cp_engine.integrations import module_needs
 from cp_engine.integrations.config_modules import is_installed
-from cp_engine.integrations.module_needs import CONVERTERS, KNOWN, flavor_problems, module_problems
-from cp_engine.integrations.toml_rules import Rules
+from cp_engine.integrations.module_needs import CONVERTERS, KNOWN
+from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import ABSENT, CONFIG_MODULE, lookup, module_tables, package_of, shape_row, value_of
 from cp_engine.npu.operators import shipped
 
@@ -19,21 +19,40 @@ EXPERTS, TENSOR = "expert_parallel_degree", "tensor_parallel_degree"
 
 
 def check(config: Mapping[str, object]) -> Iterator[Problem]:
-    """What is missing for a run, each with what to do.
+    """What of modules, flavors and converters does not go together, on whatever machine.
 
     Args:
         config: the whole composed configuration.
     """
-    yield from module_problems(config)
-    yield from flavor_problems(config)
+    yield from module_needs.problems(config)
     yield from _converter_problems(config)
     yield from _host_problems(config)
 
 
-def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+def of_device(config: Mapping[str, object], device: str) -> Iterator[Problem]:
+    """What of the job's packages asks for another device.
+
+    Args:
+        config: the whole composed configuration.
+        device: of `launch.device`, resolved.
+    """
+    yield from _out_of_reach(config, device)
+    host, rules = package_of(config), shipped_rules()
+    if host not in rules.ascend_packages or not is_installed(host):
+        return
+    if device not in ("npu", REHEARSAL):
+        what = f"loads {host}, which imports torch_npu, and launch.device is {device}"
+        tries = (f"launch.device={REHEARSAL}", "launch.device=npu")
+        yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
+    for name, value in rules.with_device.items() if device == REHEARSAL else ():
+        if lookup(config, f"titan.{name}") == value:
+            what = f"is {str(value).lower() if value is True else value}, and needs a device, which {REHEARSAL} is not"
+            yield Problem(key=f"titan.{name}", what=what, tries=(f"~titan.{name}",))
+
+
+def _out_of_reach(config: Mapping[str, object], device: str) -> Iterator[Problem]:
     found, converters = npu_converters(config), value_of(config, CONVERTERS)
     assert isinstance(converters, list)
-    device = _device(config) if found else ""
     calls = {name: [op for op in row["calls"] if op not in shipped()[1]] for name, row in found.items()}
     out_of_reach = [name for name, missing in calls.items() if missing or device != REHEARSAL]
     if out_of_reach and device != "npu":
@@ -47,13 +66,17 @@ def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             drop = "translate.drop_npu_converters=true" if config.get("toml") else drop
             what = f"has {', '.join(out_of_reach)}, which call Ascend operators, and launch.device is {device}"
             yield Problem(key=CONVERTERS, what=what, tries=(drop, f"launch.device={REHEARSAL}"))
-    rules = Rules(conf_dir())
+
+
+def _converter_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    found, converters, rules = npu_converters(config), value_of(config, CONVERTERS), shipped_rules()
+    assert isinstance(converters, list)
     if found and package_of(config) not in rules.ascend_packages:
         package = next(iter(rules.ascend_packages))
         module = next(module for module in module_tables() if module.startswith(f"{package}."))
         what = f"has {', '.join(found)} of {package}, which the job does not load"
         yield Problem(key=CONVERTERS, what=what, tries=(f"{CONFIG_MODULE}={module}",))
-    for name, row in found.items() if device in ("npu", REHEARSAL) else ():
+    for name, row in found.items():
         yield from _limits(config, name, row, [str(c) for c in converters])
     is_host = package_of(config) in rules.ascend_packages  # whose converters are known, as torchtitan's own
     may_register = bool(value_of(config, IMPORT)) or (bool(value_of(config, CONFIG_MODULE)) and not is_host)
@@ -93,7 +116,7 @@ def _limits(config: Mapping[str, object], name: str, row: dict[str, Any], conver
         what = f"has {name}, which cannot run without the engine, and verify compares with that: {row['alone']}"
         yield Problem(key=CONVERTERS, what=what, tries=("mode=train",))
     if "computes" in row and is_compared and lookup(config, "verify.level") == "training":
-        known = Rules(conf_dir()).npu_converters
+        known = shipped_rules().npu_converters
         left = [c for c in without if known.get(c, {}).get("needs") != name]
         what = (
             f"has {name}, which computes in {row['computes']} whatever the job says; both runs are compared in float32"
@@ -103,24 +126,16 @@ def _limits(config: Mapping[str, object], name: str, row: dict[str, Any], conver
 
 def _host_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """What a package for Ascend needs to be loaded, and what of it the engine does not cut."""
-    host, rules, imported = package_of(config), Rules(conf_dir()), str(value_of(config, IMPORT)).partition(".")[0]
+    host, rules, imported = package_of(config), shipped_rules(), str(value_of(config, IMPORT)).partition(".")[0]
     if imported in rules.ascend_packages:
         module = next(module for module in module_tables() if module.startswith(f"{imported}."))
         what = f"imports {imported}, which a job loads by its config module"
         yield Problem(key=IMPORT, what=what, tries=(f"~{IMPORT} {CONFIG_MODULE}={module}",))
     if host not in rules.ascend_packages or not is_installed(host):
         return
-    if (device := _device(config)) not in ("npu", REHEARSAL):
-        what = f"loads {host}, which imports torch_npu, and launch.device is {device}"
-        tries = (f"launch.device={REHEARSAL}", "launch.device=npu")
-        yield Problem(key=CONFIG_MODULE, what=what, tries=tries)
     if lookup(config, "launch.inline") is True:
         what = f"keeps the job in this process, and what {host} and its converters change in torchtitan would stay"
         yield Problem(key="launch.inline", what=what, tries=("launch.inline=false",))
-    for name, value in rules.with_device.items() if device == REHEARSAL else ():
-        if lookup(config, f"titan.{name}") == value:
-            what = f"is {str(value).lower() if value is True else value}, and needs a device, which {REHEARSAL} is not"
-            yield Problem(key=f"titan.{name}", what=what, tries=(f"~titan.{name}",))
     yield from _value_problems(config)
     key, needed = f"titan.parallelism.{TENSOR}", rules.tensor_parallel_with
     tensor, converter = int(str(value_of(config, key))), needed.get(str(value_of(config, "titan.model.name")))
@@ -167,13 +182,8 @@ def _rows(config: Mapping[str, object]) -> int:
     return int(str(value_of(config, key)))
 
 
-def _device(config: Mapping[str, object]) -> str:
-    device = str(value_of(config, "launch.device"))
-    return resolve("auto", 1) if device == "auto" else device
-
-
 def npu_converters(config: Mapping[str, object]) -> dict[str, dict[str, Any]]:
     """The job's model converters that call Ascend operators, with their rows."""
     converters = value_of(config, CONVERTERS)
-    known = Rules(conf_dir()).npu_converters
+    known = shipped_rules().npu_converters
     return {name: known[name] for name in converters if name in known} if isinstance(converters, list) else {}

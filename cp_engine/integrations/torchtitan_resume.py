@@ -8,9 +8,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import world
-from cp_engine.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.integrations.toml_rules import Rules
+from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import ABSENT, lookup, value_of
 
 OF_MODEL = {"titan.model.name": "model", "titan.model.flavor": "titan.model.flavor"}
@@ -79,7 +78,7 @@ def _told_otherwise(config: Mapping[str, object], checkpoint: Path, run: Path) -
         if isinstance(before, str) and before != now:
             yield Problem(key=key, what=f"is {now}, and {checkpoint} is of {before}", tries=(f"{option}={before}",))
     old, new = _list(then[CONVERTERS]), _list(value_of(config, CONVERTERS))
-    for name, row in Rules(conf_dir()).npu_converters.items():
+    for name, row in shipped_rules().npu_converters.items():
         if row.get("renames") and (name in old) != (name in new):
             has, had = "has" if name in new else "lacks", "with" if name in old else "without"
             what = f"{has} {name}, which renames parameters, and {checkpoint} is of a run {had} it"
