@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from math import gcd
 
 from cp_engine.errors import CoverageError, CPError, LayoutError, Problem
+from cp_engine.foreign import Faulty, calling, is_foreign, named, require
 from cp_engine.index_set import IndexSet, union, whole
 from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
-from cp_engine.plan import Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan import Plan, PlannedStep, Refused, State, Step, require_layout
 from cp_engine.primitives import Order
 from cp_engine.shape import LATENT, MADE, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
+from cp_engine.transfer import Transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,8 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     mesh, inputs = composition.mesh, composition.inputs
     _require_inputs(composition, inputs, shape)
     part = part_of(shape, composition.pipeline)
-    sequence = composition.layout.spread(mesh, shape.sequence, mask)
+    with named("cp.layout", _source(composition)), calling(composition.layout, "spread"):
+        sequence = composition.layout.spread(mesh, shape.sequence, mask)
     entry = Layout(sequence, (whole(part.heads),) * mesh.degree)
     state = State(mesh=mesh, shape=part, mask=mask, layouts=dict.fromkeys(inputs, entry))
     planned, losses = [], set[str]()
@@ -80,7 +83,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         before = state
         try:
             _require_new(step, state, losses)
-            state, transfers = step.infer(state)
+            state, transfers = _inferred(step, state, composition)
             if "out" in state.layouts and "out" not in before.layouts:
                 one_copy(state.layouts["out"], part)
         except Refused as refused:
@@ -119,6 +122,27 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         pipeline=composition.pipeline,
         composition=composition,
     )
+
+
+def _inferred(step: Step, state: State, composition: Composition) -> tuple[State, tuple[Transfer, ...]]:
+    """The state after a step and its transfers, whatever package the step is of; raises Refused, or PrimitiveError."""
+    rule = "infer returns the State after the step, and a tuple of Transfers"
+    with named(f"cp.steps.{step.name}", _source(composition)), calling(step, "infer"):
+        found = step.infer(state)
+        if is_foreign(step):
+            require(step, "infer", found, tuple, rule)
+            if len(found) != 2:
+                raise Faulty(step, "infer", f"returned {len(found)} things, not 2", rule)
+            require(step, "infer", found[0], State, rule)
+            require(step, "infer", found[1], tuple, rule)
+            for transfer in found[1]:
+                require(step, "infer", transfer, Transfer, rule)
+            for layout in found[0].layouts.values():
+                require_layout(step, "infer", layout, state)
+            if left := [name for name in step.makes if name not in found[0].layouts]:
+                rule = "after a step there are the tensors that its class makes"
+                raise Faulty(step, "infer", f"made no layout of {', '.join(left)}", rule)
+    return found
 
 
 def _require_new(step: Step, state: State, losses: set[str]) -> None:

@@ -51,7 +51,7 @@ def totals(plan: Plan) -> Totals:
     ranks = range(plan.degree)
     links = np.zeros((2, plan.degree, plan.degree), dtype=np.int64)
     for planned in plan.steps:
-        for way, table in enumerate(planned.step.links(planned, plan)):
+        for way, table in enumerate(planned.links(plan)):
             links[way] += table * plan.pipeline
     attends = [s.layout_before("q") for s in plan.steps if "out" in s.step.makes]
     return Totals(

@@ -28,6 +28,10 @@ class Problem:
         return [f"{label:<{width}}  {text}" for label, text in rows]
 
 
+class Reason(Exception):
+    """A bare reason; whoever knows where in the configuration it arose makes a CPError of it."""
+
+
 class CPError(Exception):
     """Base of all errors that a user can cause; its text lists every problem.
 

@@ -1,7 +1,7 @@
 """Names and types of every key outside `cp.*`, and what to say of one that is wrong."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from cp_engine.errors import Problem, suggest
@@ -47,6 +47,8 @@ KEYS: Mapping[str, str] = {
     "verify.reference": "'parallel' | 'single'",
 }
 ELSEWHERE = ("cp", "mask", "datasets")
+CHOICES = ("model", "experiment")
+"""Groups whose names are no keys."""
 OF_FILES = ("data.path", "data.field")  # not of torchtitan's data sets
 PLACES = ("path", "tokenizer")
 CONFIG_MODULE = "titan.job.custom_config_module"
@@ -177,10 +179,10 @@ def key_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     known = known_keys(config)
     for key, value in _leaves(config, known):
         if any(name.startswith(f"{key}.") for name in known):
-            inside = ", ".join(name.removeprefix(f"{key}.") for name in known if name.startswith(f"{key}."))
-            yield Problem(key=key, what=f"is a section, not {value!r}", details=(("allowed", inside),))
+            _, inside = _met([*key.split("."), ""], tuple(known), ())
+            yield Problem(key=key, what=f"is a section, not {value!r}", details=(("allowed", ", ".join(inside)),))
         elif key not in known:
-            yield unknown_key(key, known)
+            yield unknown_key(key, known, shown(value), elsewhere=(*ELSEWHERE, *CHOICES))
         elif value == "???":
             yield Problem(key=key, what="has no value", details=(("allowed", known[key]),), tries=(f"{key}=...",))
         elif not type_matches(value, known[key]):
@@ -200,38 +202,59 @@ def _dataset_problems(node: object) -> Iterator[Problem]:
             dotted = f"datasets.{name}" + (f".{key}" if key is not None else "")
             if key not in PLACES:
                 allowed = (("allowed", ", ".join(f"datasets.{name}.{place}" for place in PLACES)),)
-                yield Problem(key=dotted, what="unknown key", details=allowed)
+                near = PLACES[0] if key is None else suggest(str(key), PLACES)
+                tries = (f"datasets.{name}.{near}={shown(value)}",) if near else ()
+                yield Problem(key=dotted, what="unknown key", details=allowed, tries=tries)
             elif not isinstance(value, str | None):
                 yield type_problem(dotted, value, "str | null")
     if not isinstance(node, Mapping):
         yield Problem(key="datasets", what=f"is a section, not {node!r}", tries=("'datasets={}'",))
 
 
-def unknown_key(
-    key: str, known: Mapping[str, str], value: str = "...", elsewhere: tuple[str, ...] = ELSEWHERE
-) -> Problem:
-    """The problem of a key that no table has, with its siblings and the nearest one."""
-    parts = key.split(".")
+def unknown_key(key: str, known: Iterable[str], value: str = "...", elsewhere: tuple[str, ...] = ELSEWHERE) -> Problem:
+    """The problem of a key that no table has, with its siblings and the nearest ones.
+
+    Args:
+        key: dotted.
+        known: every dotted key there is.
+        value: what it was given.
+        elsewhere: first parts that others know the keys of.
+    """
+    known, parts = tuple(known), key.split(".")
+    depth, siblings = _met(parts, known, elsewhere)
+    allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
+    tries = tuple(f"{name}={value}" for name in near_keys(key, known, elsewhere))
+    return Problem(key=".".join(parts[: depth + 1]), what="unknown key", details=(("allowed", allowed),), tries=tries)
+
+
+def _met(parts: list[str], known: tuple[str, ...], elsewhere: tuple[str, ...]) -> tuple[int, list[str]]:
+    """How many parts lead to a section that there is, and the names in it."""
     depth = 0
     while depth < len(parts) and any(name.startswith(".".join([*parts[: depth + 1], ""])) for name in known):
         depth += 1
-    siblings = sorted({name.split(".")[depth] for name in known if name.split(".")[:depth] == parts[:depth]})
-    if depth == 0:
-        siblings = sorted({*siblings, *elsewhere})
-    here = ".".join(parts[: depth + 1])
-    allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
-    return Problem(
-        key=here, what="unknown key", details=(("allowed", allowed),), tries=_near(parts, depth, siblings, known, value)
-    )
+    names = {name.split(".")[depth] for name in known if name.startswith("".join(f"{part}." for part in parts[:depth]))}
+    return depth, sorted({*names, *elsewhere} if depth == 0 else names)
 
 
-def _near(parts: list[str], depth: int, siblings: list[str], known: Mapping[str, str], value: str) -> tuple[str, ...]:
-    near = suggest(parts[depth], siblings)
-    in_others = [name for name in known if name.split(".")[-1] == parts[-1]]  # right name, wrong section
-    if near is None or (in_others and depth == len(parts) - 1):
-        return tuple(f"{name}={value}" for name in in_others[:3])
+def near_keys(key: str, known: Iterable[str], elsewhere: tuple[str, ...] = ()) -> list[str]:
+    """The keys that a misspelt one may mean: it without its beginning, its name in another section, or the nearest."""
+    known, parts = tuple(known), key.split(".")
+    depth, siblings = _met(parts, known, elsewhere)
+    if depth == len(parts):
+        return []
+    whole = [name for name in known if name.endswith(f".{key}")]
+    near = suggest(parts[depth], [name for name in siblings if name != parts[depth]])
+    if depth == len(parts) - 1:
+        whole = whole or [name for name in known if name.split(".")[-1] == parts[-1]]
+    inside = next((name.partition(".")[0] for name in known if name.split(".")[1:2] == parts[:1]), None)
+    if not whole and near is None and depth == 0 and inside is not None:  # its beginning is missing, and it is misspelt
+        return near_keys(f"{inside}.{key}", known) if len(parts) > 1 else []
+    if whole or near is None:
+        return whole[:3]
     fixed = ".".join([*parts[:depth], near, *parts[depth + 1 :]])
-    return (f"{fixed}={value}",)
+    if fixed in known or near in elsewhere or any(name.startswith(f"{fixed}.") for name in known):
+        return [fixed]
+    return near_keys(fixed, known) if _met(fixed.split("."), known, ())[0] > depth else []  # another part is wrong too
 
 
 def type_problem(key: str, value: object, wanted: str) -> Problem:
@@ -245,10 +268,22 @@ def type_problem(key: str, value: object, wanted: str) -> Problem:
         return Problem(
             key=key, what=f"{value!r} is not a choice", details=(("allowed", ", ".join(choices)),), tries=tries
         )
-    text = wanted.split(" | ")[0] == "str" and isinstance(value, (int, float, bool))
-    tries = (f"\"{key}='{str(value).lower() if isinstance(value, bool) else value}'\"",) if text else ()
-    shown = got if value is None else f"{got} {value!r}"
-    return Problem(key=key, what=f"is {shown}, not {wanted}", details=(("allowed", wanted),), tries=tries)
+    tries = ()
+    if wanted.split(" | ")[0] == "str" and isinstance(value, (int, float, bool)):
+        tries = (f"\"{key}='{shown(value)}'\"",)
+    elif isinstance(value, str) and value and type_matches([value], wanted):
+        tries = (f"'{key}=[{value}]'",)
+    given = got if value is None else f"{got} {value!r}"
+    return Problem(key=key, what=f"is {given}, not {wanted}", details=(("allowed", wanted),), tries=tries)
+
+
+def shown(value: object) -> str:
+    """A value as a command line has it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
 
 
 ABSENT = object()

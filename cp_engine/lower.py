@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_engine.errors import CallError, Problem
-from cp_engine.operation import Operation, Saved, Sketch, Sketches
-from cp_engine.plan import Plan
+from cp_engine.foreign import calling, is_foreign, named
+from cp_engine.operation import ForeignOperation, Operation, Saved, Sketch, Sketches
+from cp_engine.plan import Plan, PlannedStep
 from cp_engine.redistribute import Target
 from cp_engine.values import Values
 
@@ -78,6 +79,14 @@ class Result(NamedTuple):
     losses: Mapping[str, Tensor] = MappingProxyType({})
 
 
+def _lowered(planned: PlannedStep, plan: Plan, target: Target) -> Operation:
+    """A step's operation; one of another package says in its own name what goes wrong in it."""
+    key = f"cp.steps.{planned.step.name}"
+    with named(key), calling(planned.step, "lower"):
+        operation = planned.step.lower(planned, plan, target)
+    return ForeignOperation(key, planned.step, operation) if is_foreign(planned.step) else operation
+
+
 class Program:
     """A plan, executable on some of its ranks."""
 
@@ -93,10 +102,8 @@ class Program:
         self.outputs = ("out", *plan.losses)
         self.compiled_runs = 0  # forward passes as an operator of a graph
         self.sizes: tuple[int, ...] = ()  # tensors that each operation saves, known after `outline`
-        self.forwards = self.backwards = (
-            0  # passes that began: ranks compare them, and know when there is something to sum
-        )
-        self.operations: tuple[Operation, ...] = tuple(s.step.lower(s, plan, target) for s in plan.steps)
+        self.forwards = self.backwards = 0  # passes that began
+        self.operations: tuple[Operation, ...] = tuple(_lowered(s, plan, target) for s in plan.steps)
         self._groups = plan.pipeline
         self._parameters = frozenset(plan.parameters)
 

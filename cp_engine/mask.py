@@ -199,6 +199,13 @@ KINDS: Mapping[str, tuple[Callable[[int, Fields], list[Band]], tuple[str, ...], 
 }
 """kind -> (its bands, required fields, optional fields)."""
 
+EXAMPLES: Mapping[str, str] = {
+    **dict.fromkeys(("left", "length", "size"), "64"),
+    "right": "0",
+    "of": "[{kind: causal}, {kind: block, size: 64}]",
+}
+"""A value of each field that a kind requires."""
+
 Config = Mask | str | Mapping[str, object]
 
 
@@ -244,9 +251,13 @@ def mask_of(config: Config, size: int) -> Mask:
     allowed = ("allowed", ", ".join((*required, *optional)) or "no fields")
     unknown = [name for name in fields if name not in (*required, *optional)]
     missing = [name for name in required if fields.get(name) in (None, "???")]
-    problems = [Problem(key=f"mask.{n}", what=f"unknown field of {kind}", details=(allowed,)) for n in unknown]
+    problems = []
+    for n in unknown:
+        near = suggest(n, (*required, *optional))
+        tries = (f"'~mask.{n}' ++mask.{near}={fields[n]}",) if near else (f"'~mask.{n}'",)
+        problems.append(Problem(key=f"mask.{n}", what=f"unknown field of {kind}", details=(allowed,), tries=tries))
     for n in missing:
-        tries = (f"{'' if n in fields else '+'}mask.{n}=...",)
+        tries = (f"'{'' if n in fields else '+'}mask.{n}={EXAMPLES[n]}'",)
         problems.append(Problem(key=f"mask.{n}", what=f"{kind} needs it", tries=tries))
     if not problems:
         try:

@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from cp_engine.foreign import calling, named
 from cp_engine.redistribute import Redistribution, Target
 from cp_engine.transfer import Transfer
 from cp_engine.values import Values
@@ -83,6 +84,25 @@ class ExchangeOperation:
         if not self._backward.is_local:
             yield
         return ()
+
+
+class ForeignOperation:
+    """The operation of a step of another package; what it raises becomes a PrimitiveError that names the step."""
+
+    def __init__(self, key: str, step: object, operation: Operation) -> None:
+        self._key, self._step, self._operation = key, step, operation
+
+    def outline(self, sketches: Sketches) -> list[Sketch]:
+        with named(self._key), calling(self._step, "lower().outline"):
+            return self._operation.outline(sketches)
+
+    def forward(self, values: Values, scale: float) -> Moving:
+        with named(self._key), calling(self._step, "lower().forward"):
+            return (yield from self._operation.forward(values, scale))
+
+    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+        with named(self._key), calling(self._step, "lower().backward"):
+            return (yield from self._operation.backward(grads, saved, scale))
 
 
 def _bundles(names: tuple[str, ...], others: Sequence[str], *, is_packed: bool) -> tuple[tuple[str, ...], ...]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from cp_engine.errors import CPError, LayoutError
+from cp_engine.errors import CPError, LayoutError, Reason
+from cp_engine.foreign import Faulty, calling, named, require
+from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout, Mesh
 from cp_engine.mask import Mask
 from cp_engine.shape import BYTES, WITHOUT_GRADIENT, Shape, part_of
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from cp_engine.redistribute import Target
 
 
-class Refused(Exception):
+class Refused(Reason):
     """The bare reason why a step cannot be; the step loop adds its key and the layouts.
 
     Args:
@@ -88,6 +90,21 @@ class State:
                 details=(("tensors", ", ".join(self.layouts)),),
             )
         return self.layouts[tensor]
+
+
+def require_layout(step: object, method: str, layout: object, state: State) -> None:
+    """A layout that a step made is one of this mesh and this call; raises Faulty."""
+    rule = "a Layout has the positions and the heads of each rank, out of the whole sequence and all heads"
+    require(step, method, layout, Layout, rule)
+    assert isinstance(layout, Layout)
+    for dim, size in (("sequence", state.shape.sequence), ("heads", state.shape.heads)):
+        sets = layout.of(dim)
+        if len(sets) != state.mesh.degree:
+            raise Faulty(step, method, f"returned {len(sets)} shares of {dim} for {state.mesh.degree} ranks", rule)
+        for held in sets:
+            require(step, method, held, IndexSet, rule)
+            if held.size != size:
+                raise Faulty(step, method, f"returned a share of {held.size} {dim}, and there are {size}", rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +189,14 @@ class Step(ABC):
         return ()
 
 
+def used_axes(step: Step) -> tuple[str, ...]:
+    """The mesh axes that a step's own fields name; raises PrimitiveError."""
+    with named(f"cp.steps.{step.name}"), calling(step, "used_axes"):
+        axes = step.used_axes
+        require(step, "used_axes", axes, tuple, "used_axes is a tuple of mesh axes")
+    return axes
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
     """A step with the layouts around it.
@@ -185,6 +210,23 @@ class PlannedStep:
     before: tuple[tuple[str, Layout], ...]
     after: tuple[tuple[str, Layout], ...]
     transfers: tuple[Transfer, ...]
+
+    def cost(self, plan: "Plan") -> Cost:
+        """What the step costs, as it says itself; raises PrimitiveError."""
+        with named(f"cp.steps.{self.step.name}"), calling(self.step, "cost"):
+            cost = self.step.cost(self, plan)
+            require(self.step, "cost", cost, Cost, "cost returns a Cost")
+            per_rank = (*cost.bytes_sent, cost.pairs, cost.buffer_bytes)
+            if any(len(numbers) != plan.degree for numbers in per_rank):
+                rule = f"bytes, pairs and buffers have one number for each of {plan.degree} ranks"
+                raise Faulty(self.step, "cost", f"returned numbers of {sorted({*map(len, per_rank)})} ranks", rule)
+        return cost
+
+    def links(self, plan: "Plan") -> tuple[Table, Table]:
+        """Bytes from rank to rank, as the step says itself; raises PrimitiveError."""
+        with named(f"cp.steps.{self.step.name}"), calling(self.step, "links"):
+            forward, backward = self.step.links(self, plan)
+            return forward, backward
 
     def layout_before(self, tensor: str) -> Layout:
         return dict(self.before)[tensor]
@@ -257,7 +299,7 @@ class Plan:
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """The cost of every step."""
-        return tuple(s.step.cost(s, self) for s in self.steps)
+        return tuple(s.cost(self) for s in self.steps)
 
     @cached_property
     def fingerprint(self) -> str:

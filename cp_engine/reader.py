@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from cp_engine.errors import Problem, suggest
+from cp_engine.foreign import calling, named
+from cp_engine.keys import shown
 from cp_engine.layout import Mesh
 from cp_engine.plan import Step
 from cp_engine.primitives import Order, installed
@@ -29,7 +31,7 @@ class Reader:
         for key in node:
             if key not in allowed:
                 near = suggest(key, allowed)
-                right = f" ++{where}.{near}={_pasted(node[key])}" if near else ""
+                right = f" ++{where}.{near}={shown(node[key])}" if near else ""
                 tries = (f"'~{where}.{key}'{right}",)
                 self.add(f"{where}.{key}", "unknown key", details=(("allowed", ", ".join(allowed)),), tries=tries)
 
@@ -65,8 +67,12 @@ class Reader:
     def mesh(self, cp: Mapping[str, object], world_degree: int | None) -> Mesh:
         sizes, axes = cp.get("mesh"), self.names("cp.axes", cp.get("axes"))
         if not isinstance(sizes, Mapping):
-            self.add("cp.mesh", f"must map each axis to its size, not {sizes!r}", tries=("'+cp.mesh={cp: 2}'",))
-            return Mesh(axes=(), sizes=())
+            named: tuple[str, ...] = axes or ("cp",)
+            is_degree = isinstance(sizes, int) and len(named) == 1
+            whole = f"'~cp.mesh' '+cp.mesh={{{', '.join(f'{a}: 2' for a in named)}}}'"
+            fix = f"cp.degree={sizes}" if is_degree else whole
+            self.add("cp.mesh", f"must map each axis to its size, not {sizes!r}", tries=(fix,))
+            return Mesh(axes=named, sizes=(1,) * len(named))
         for axis, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 self.add(
@@ -111,7 +117,7 @@ class Reader:
                         "with one axis the degree sets it; with several the sizes are given and must multiply to it",
                     ),
                 ),
-                tries=("cp.degree=null", *(f"cp.mesh.{a}=..." for a in mesh.axes)),
+                tries=("cp.degree=null", *resizing(mesh, degree)),
             )
         return mesh
 
@@ -158,7 +164,8 @@ class Reader:
                     (f"{key}.kind={near}",) if near else (),
                 )
                 continue
-            earlier = [n for n in order or () if n in nodes and n != name]
+            is_ordered = order is not None and sorted(order) == sorted(nodes)
+            earlier = [n for n in (order if is_ordered and order else nodes) if n != name]
             rest = {k: v for k, v in node.items() if k != "kind"}
             step = self.built(key, kinds[kind], rest, mesh, earlier, {"name": name})
             if step is not None:
@@ -197,25 +204,31 @@ class Reader:
         """A primitive from its fields, which its dataclass declares; `given` ones are not the configuration's."""
         given = given or {}
         declared = {f.name: f for f in fields(kind) if f.name not in given}
+        types = get_type_hints(kind)  # a module may write its annotations as strings
         count = len(self.problems)
         self.unknown(key, node, list(declared))
         values: dict[str, Any] = {**given}  # each checked against its field's declaration
         for name, f in declared.items():
             if name in node and node[name] != "???":
-                values[name] = self.value(f"{key}.{name}", f, node[name], mesh, steps)
+                values[name] = self.value(f"{key}.{name}", f, types[name], node[name], mesh, steps)
             elif f.default is MISSING:
                 self.add(
                     f"{key}.{name}",
                     f"has no value, and {kind.kind} needs one",
                     details=(("allowed", _allowed(f, mesh, steps)),),
                 )
-        return kind(**values) if len(self.problems) == count else None
+        if len(self.problems) != count:
+            return None
+        with named(key), calling(kind, "__init__"):
+            return kind(**values)
 
-    def value(self, key: str, f: "Field[object]", value: object, mesh: Mesh, steps: Sequence[str]) -> object:
+    def value(
+        self, key: str, f: "Field[object]", declared: Any, value: object, mesh: Mesh, steps: Sequence[str]
+    ) -> object:
         rule = f.metadata
         if rule.get("is_order"):
             return self.order_of(key, value, mesh)
-        if "str" == getattr(f.type, "__name__", ""):
+        if declared is str:
             if rule.get("is_step"):
                 self.one_of(key, value, list(steps)) if steps else self.add(
                     key, f"{value!r} is not one of the other steps"
@@ -227,12 +240,12 @@ class Reader:
             return value
         if value is None and f.default is None:
             return None
-        if f.type in (int, float, bool):  # fields of primitives that other packages add
-            fits = isinstance(value, (int, float) if f.type is float else f.type)
-            if not fits or (isinstance(value, bool) and f.type is not bool):
-                allowed = {bool: "true, false", int: "whole numbers", float: "numbers"}[f.type]
+        if declared in (int, float, bool):  # fields of primitives that other packages add
+            fits = isinstance(value, (int, float) if declared is float else declared)
+            if not fits or (isinstance(value, bool) and declared is not bool):
+                allowed = {bool: "true, false", int: "whole numbers", float: "numbers"}[declared]
                 tries = (f"{key}={str(f.default).lower()}",) if f.default is not MISSING else ()
-                self.add(key, f"must be {f.type.__name__}, not {value!r}", (("allowed", allowed),), tries)
+                self.add(key, f"must be {declared.__name__}, not {value!r}", (("allowed", allowed),), tries)
             elif isinstance(value, int) and value < rule.get("least", value):
                 self.add(key, f"is {value}, less than {rule['least']}", tries=(f"{key}={f.default}",))
             return value
@@ -254,11 +267,22 @@ class Reader:
                             _near(key, axis, mesh),
                         )
                 if not names and f.default in (MISSING, None):
-                    tries = (f"{key}=null",) if f.default is None else ()
+                    tries = (f"{key}=null",) if f.default is None else (f"'{key}=[{','.join(mesh.axes)}]'",)
                     self.add(
                         key, "[] names no mesh axis", (("allowed", ", ".join(mesh.axes) or "the mesh has none"),), tries
                     )
         return names
+
+
+def resizing(mesh: Mesh, degree: int) -> list[str]:
+    """Lines that would bring a mesh to a degree: the one axis, or any of several; none where there is none."""
+    if len(mesh.axes) == 1:
+        return [f"cp.degree={degree}"]
+    tries = []
+    for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
+        wanted, rest = divmod(degree * size, mesh.degree)
+        tries += [f"cp.mesh.{axis}={wanted}"] if wanted and not rest else []
+    return tries
 
 
 def _near(key: str, axis: str, mesh: Mesh) -> tuple[str, ...]:
@@ -272,7 +296,3 @@ def _allowed(f: "Field[object]", mesh: Mesh, steps: Sequence[str]) -> str:
     if f.metadata.get("is_step"):
         return ", ".join(steps)
     return ", ".join(f.metadata.get("allowed", ("a list of tensors, such as q, k, v",)))
-
-
-def _pasted(value: object) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)

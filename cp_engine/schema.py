@@ -3,14 +3,14 @@
 Every name, type and value is checked here, and all problems are reported together.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 
 from cp_engine.any_mask import require_any_mask
 from cp_engine.check import Composition, prove
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.mask import Mask, is_from_call, mask_of
-from cp_engine.plan import Plan
+from cp_engine.plan import Plan, Step, used_axes
 from cp_engine.reader import Reader
 from cp_engine.shape import BYTES, Shape
 
@@ -87,20 +87,31 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
     if not isinstance(pipeline, int) or isinstance(pipeline, bool) or pipeline < 1:
         reader.add("cp.pipeline", f"must be a number of head groups, not {pipeline!r}", tries=("cp.pipeline=1",))
     if not reader.problems and layout is not None:
-        used = {a for s in steps for a in s.used_axes} | set(layout.over or ())
+        used = {a for s in steps for a in used_axes(s)} | set(layout.over or ())
         for axis in mesh.axes:
             if axis not in used:
+                others = ",".join(a for a in mesh.axes if a != axis)
                 reader.add(
                     f"cp.mesh.{axis}",
                     "no step and no layout uses this axis",
                     details=(("rule", "every axis splits something"), ("used", ", ".join(sorted(used)) or "none")),
-                    tries=(f"'~cp.mesh.{axis}' 'cp.axes=[{','.join(a for a in mesh.axes if a != axis)}]'",),
+                    tries=(
+                        *(f"'{key}=[{axis}]'" for key in _open_axes(steps)),
+                        *((f"'~cp.mesh.{axis}' 'cp.axes=[{others}]'",) if others else ()),
+                    ),
                 )
     if reader.problems or layout is None:
         raise ConfigError(reader.problems, f"cp={cp.get('name') or 'composition'}")
     recompute = str(cp.get("recompute", "all"))
     assert isinstance(pipeline, int)
     return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=recompute, pipeline=pipeline)
+
+
+def _open_axes(steps: Sequence[Step]) -> Iterator[str]:
+    """Keys of steps that may name axes, and name none."""
+    for step in steps:
+        named = [f.name for f in fields(step) if f.metadata.get("is_axes")]
+        yield from (f"cp.steps.{step.name}.{name}" for name in named if getattr(step, name) == ())
 
 
 def _unnamed(node: Mapping[str, object], where: str) -> Iterator[Problem]:

@@ -336,7 +336,7 @@ def test_misspelt_mask_names_the_nearest() -> None:
     assert caught.value.problems[0].tries == ("mask=causal",)
 
 
-@pytest.mark.parametrize(("config", "line"), [({}, "+mask.left=..."), ({"left": "???"}, "mask.left=...")])
+@pytest.mark.parametrize(("config", "line"), [({}, "'+mask.left=64'"), ({"left": "???"}, "'mask.left=64'")])
 def test_missing_field_is_added_or_set(config: Config, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         mask_of({"kind": "window", "right": 0, **config}, 5)

@@ -67,7 +67,7 @@ def _uncovered(
         what = f"queries {q.sequence[rank]} see keys {seen}, and {k.sequence[rank]} are held{more}"
         details.append(("missing" if i == 0 else "", f"at {state.mesh.coordinate(rank)}: {what}"))
     return Refused(
-        f"would not see {100 * lost / total:.0f} % of the visible (query, key) pairs: {lost} of {total}",
+        f"would not see {_percent(lost, total)} % of the visible (query, key) pairs: {lost} of {total}",
         rule=rule,
         details=details,
         tries=_completing(state, k, keys),
@@ -76,13 +76,19 @@ def _uncovered(
     )
 
 
+def _percent(part: int, total: int) -> str:
+    """A share that is neither nothing nor everything, and does not read so."""
+    percent = round(100 * part / total)
+    return "less than 1" if percent == 0 else "more than 99" if percent == 100 and part != total else str(percent)
+
+
 def _completing(state: State, met: Layout, keys: Sequence[str]) -> tuple[str, ...]:
     """Lines that would bring the missing keys: a gather that left some out takes all, or one more gather."""
     left_out = [p for p in state.history.get(keys[0], ()) if p.whole]
     if left_out:
         return (f"cp.steps.{left_out[-1].step}.{left_out[-1].whole}",)
     axes = cut_by(state.mesh, met.sequence)
-    if any(len({met.heads[r] for r in group}) > 1 for group in state.mesh.groups(axes)):
+    if not axes or any(len({met.heads[r] for r in group}) > 1 for group in state.mesh.groups(axes)):
         return ()
     try:
         joined(state.mesh, met.sequence, axes)

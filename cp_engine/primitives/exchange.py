@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cp_engine.errors import CoverageError
+from cp_engine.foreign import Faulty, require
 from cp_engine.index_set import IndexSet
 from cp_engine.layout import Layout, cut_by, joined
 from cp_engine.operation import ExchangeOperation, Operation
-from cp_engine.plan import Cost, Passed, Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan import Cost, Passed, Plan, PlannedStep, Refused, State, Step, require_layout
 from cp_engine.redistribute import Target
 from cp_engine.shape import WITHOUT_GRADIENT, counts
 from cp_engine.transfer import Table, Transfer
@@ -45,13 +46,25 @@ class Exchange(Step):
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         layouts, histories, transfers = dict(state.layouts), dict(state.history), []
         for tensor in self.tensors:
-            after = self.destination(state, tensor)
-            groups = tuple(state.mesh.groups(self.axes_of(state, tensor)))
+            after = self._checked_destination(state, tensor)
+            groups = tuple(state.mesh.groups(self._checked_axes(state, tensor)))
             transfer = Transfer(tensor, state.layout(tensor), after, groups, state.shape.heads_per_head(tensor))
             self._require_available(state, transfer)
             layouts[tensor], histories[tensor] = after, self.history(state, tensor)
             transfers.append(transfer)
         return replace(state, layouts=layouts, history=histories), tuple(transfers)
+
+    def _checked_axes(self, state: State, tensor: str) -> tuple[str, ...]:
+        axes, rule = self.axes_of(state, tensor), "axes_of returns a tuple of axes of the mesh, each once"
+        require(self, "axes_of", axes, tuple, rule)
+        if not set(axes) <= set(state.mesh.axes) or len(set(axes)) != len(axes):
+            raise Faulty(self, "axes_of", f"returned {axes}, and the mesh has {state.mesh.axes}", rule)
+        return axes
+
+    def _checked_destination(self, state: State, tensor: str) -> Layout:
+        after = self.destination(state, tensor)
+        require_layout(self, "destination", after, state)
+        return after
 
     def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
         return tuple(t.adjoint for t in planned.transfers if t.tensor not in WITHOUT_GRADIENT)

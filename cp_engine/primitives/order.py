@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from cp_engine.foreign import Faulty, calling, is_foreign, require
 from cp_engine.index_set import IndexSet, shares, union, whole
 from cp_engine.layout import Layout, Mesh, contiguous, cut
 from cp_engine.mask import Mask
@@ -48,8 +49,27 @@ class Order(ABC):
     def divide(self, mesh: Mesh, held: Sequence[IndexSet], axes: Sequence[str], mask: Mask) -> tuple[IndexSet, ...]:
         """Each rank's share of what its group along `axes` holds in common: dealt over `over` first, the rest contiguously."""
         first = axes if self.over is None else self.over
-        dealt = cut(mesh, held, first, lambda common, ranks: self.deal(common, ranks, mask))
+        dealt = cut(mesh, held, first, lambda common, ranks: self._dealt(common, ranks, mask))
         return cut(mesh, dealt, tuple(a for a in axes if a not in first), contiguous)
+
+    def _dealt(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
+        """`deal`, and that its shares partition what was held."""
+        with calling(self, "deal"):
+            shares = self.deal(held, ranks, mask)
+        if is_foreign(self):
+            rule = "deal returns one IndexSet for each rank, which together hold every position once"
+            require(self, "deal", shares, Sequence, rule)
+            if len(shares) != ranks:
+                raise Faulty(self, "deal", f"returned {len(shares)} shares for {ranks} ranks", rule)
+            for share in shares:
+                require(self, "deal", share, IndexSet, rule)
+            try:
+                together = union(shares, held.size)
+            except ValueError as error:
+                raise Faulty(self, "deal", f"gave a position to two ranks: {error}", rule) from error
+            if sorted(together) != sorted(held):
+                raise Faulty(self, "deal", f"dealt {together}, and {held} was held", rule)
+        return shares
 
     def __str__(self) -> str:
         return self.kind + (f" over {', '.join(self.over)}" if self.over is not None else "")
