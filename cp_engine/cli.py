@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_engine.endings import Interrupted, RankFailure
-from cp_engine.errors import ConfigError, CPError, Problem
+from cp_engine.errors import ConfigError, CPError, Problem, suggest
 from cp_engine.keys import MODES
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
-TITAN_KEY = re.compile(r"titan\.([\w.]+)=")
-PLACE = re.compile(r"datasets\.[\w-]+\.\w+=")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options of Hydra that take a value."""
 # What is only printed needs no folder and no log file.
@@ -73,9 +71,10 @@ def _run_joined(arguments: Sequence[str]) -> int:
     """The ranks exist already: rank 0 composes, the others do what it says."""
     from cp_engine.elastic import check_environment
     from cp_engine.join import Group
+    from cp_engine.toml_argument import SWEEPS
 
     check_environment()
-    if {"-m", "--multirun"} & set(arguments):
+    if SWEEPS & set(arguments):
         rule = ("rule", "a sweep starts new ranks for every job; ranks that exist already can only join one")
         raise ConfigError(
             [
@@ -120,12 +119,11 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     def task(composed: "DictConfig") -> None:
         started.append(Path(HydraConfig.get().runtime.output_dir))
         try:
-            typed = list(HydraConfig.get().overrides.task)
-            if run_job(composed, Path(HydraConfig.get().runtime.output_dir), group, translation, typed):
+            if run_job(composed, HydraConfig.get(), group, translation):
                 return
         except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
             print(error, file=sys.stderr, flush=True)
-            _remove_unused(Path(HydraConfig.get().runtime.output_dir))
+            _remove_unused(Path(HydraConfig.get().runtime.output_dir), Path(HydraConfig.get().runtime.cwd))
         except BrokenPipeError as error:
             unread.append(error)  # past Hydra, which would print it
         overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
@@ -144,22 +142,30 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
         except yaml.YAMLError as error:
             raise ConfigError([Problem(key="a YAML file", what=" ".join(str(error).split()))]) from error
-        except ValueError as error:  # Hydra's own two: options that exclude each other, and a group without an option
-            empty = [a for a in arguments if EMPTY.fullmatch(a)]
-            if str(error).startswith("Config group override"):
-                problems = [
-                    Problem(key=a.partition("=")[0], what="needs one of its options", tries=("--help",)) for a in empty
-                ]
-                raise ConfigError(problems or [Problem(key="options", what=str(error))], "the command line") from error
-            if not str(error).startswith("Only one of"):
+        except (ValueError, KeyError) as error:  # Hydra's own, which it does not call its errors
+            if started:
                 raise
-            raise ConfigError([Problem(key="options", what=str(error))]) from error
+            raise _unstarted(error, arguments) from error
     if unread:
         raise unread[0]
-    sweep = bool({"-m", "--multirun"} & set(arguments))
-    if failed and sweep:
+    if failed and toml_argument.SWEEPS & set(arguments):
         print("failed jobs:", *(f"  {job}" for job in failed), sep="\n", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> ConfigError:
+    """What keeps Hydra from starting a job: options that exclude each other, a group without an option, a setting of its own."""
+    text = " ".join(str(error).split())
+    if text.startswith("Config group override"):
+        empty = [a.partition("=")[0] for a in arguments if EMPTY.fullmatch(a)]
+        problems = [Problem(key=key, what="needs one of its options", tries=("--help",)) for key in empty]
+        return ConfigError(problems or [Problem(key="options", what=text)], "the command line")
+    if text.startswith("Only one of"):
+        return ConfigError([Problem(key="options", what=text)])
+    if isinstance(error, KeyError):
+        return ConfigError([Problem(key="hydra.job.env_copy", what=f"{text} is not in the environment")])
+    cause = f": {error.__cause__}" if error.__cause__ else ""
+    return ConfigError([Problem(key="hydra.job_logging", what=f"{text}{cause}", tries=("hydra/job_logging=default",))])
 
 
 def _translation(arguments: Sequence[str]) -> "Translation | None":
@@ -168,8 +174,22 @@ def _translation(arguments: Sequence[str]) -> "Translation | None":
 
     from cp_engine import toml_argument
 
-    parsed, _ = get_args_parser().parse_known_args(_together(arguments))
-    return toml_argument.translation_of(arguments, parsed.config_dir)
+    parser = get_args_parser()
+    parsed, unknown = parser.parse_known_args(_together(arguments))
+    translation = toml_argument.translation_of(arguments, parsed.config_dir)
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        raise ConfigError([_no_option(word, known) for word in unknown if word.startswith("-")], "the command line")
+    return translation
+
+
+def _no_option(word: str, known: Sequence[str]) -> Problem:
+    """An option that there is not: misspelt, or a key with dashes before it."""
+    name, equals, _ = word.partition("=")
+    near = suggest(name, known)
+    tries = (word.lstrip("-"),) if equals else (near,) if near is not None else ()
+    rule = ("rule", "keys are written key=value, without dashes; options are those that --help lists")
+    return Problem(key=word, what="is not an option", details=(rule,), tries=tries)
 
 
 def prepared(arguments: Sequence[str]) -> list[str]:
@@ -184,6 +204,8 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if the strategy is removed instead of replaced.
     """
+    from cp_engine.toml_argument import is_open
+
     words = [argument for argument in arguments if argument in MODES]
     if words:
         problem = Problem(key=words[0], what="is a mode, and modes are written as a key", tries=(f"mode={words[0]}",))
@@ -199,9 +221,7 @@ def prepared(arguments: Sequence[str]) -> list[str]:
         raise ConfigError([Problem(key="cp", what=what, tries=("cp=none",))], source="the command line")
     result = []
     for argument in _together(arguments):
-        match = TITAN_KEY.match(argument)
-        is_known = (match and _is_titan_key(match.group(1))) or PLACE.match(argument)
-        result.append(f"++{argument}" if is_known else argument)
+        result.append(f"++{argument}" if is_open(argument) else argument)
         if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
             result += NO_FOLDER
     return result
@@ -223,24 +243,18 @@ def _together(arguments: Sequence[str]) -> list[str]:
     return [*options, *overrides]
 
 
-def _remove_unused(folder: Path) -> None:
+def _remove_unused(folder: Path, typed_in: Path) -> None:
     """A job that was refused before it started leaves no folder."""
-    if folder != Path.cwd() and {p.name for p in folder.iterdir()} == {".hydra"}:
+    if folder != typed_in and {p.name for p in folder.iterdir()} == {".hydra"}:
         shutil.rmtree(folder)
         for parent in (folder.parent, folder.parent.parent):
-            if parent != Path.cwd() and not any(parent.iterdir()):
+            if parent != typed_in and not any(parent.iterdir()):
                 parent.rmdir()
 
 
 def _only_prints(argument: str, arguments: Sequence[str]) -> bool:
     starts_ranks = {"verify.level=training", "verify.target=ranks"} & set(arguments)
     return argument in ("mode=explain", "mode=translate") or (argument == "mode=verify" and not starts_ranks)
-
-
-def _is_titan_key(key: str) -> bool:
-    from cp_engine.keys import module_tables, titan_table
-
-    return key in titan_table() or any(key in table for table in module_tables().values())
 
 
 @contextmanager
@@ -287,6 +301,8 @@ def _hydra_error(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
     from cp_engine.compose import conf_dir
     from cp_engine.hints import config_error
+    from cp_engine.toml_argument import SWEEPS
 
     parsed, _ = get_args_parser().parse_known_args(list(arguments))
-    return config_error(error, parsed.overrides, conf=conf_dir(), extra=parsed.config_dir, sweep=parsed.multirun)
+    sweep = bool(SWEEPS & set(arguments))
+    return config_error(error, parsed.overrides, conf=conf_dir(), extra=parsed.config_dir, sweep=sweep)

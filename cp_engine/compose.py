@@ -67,8 +67,17 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
 
 def presets(config_dir: str | Path | None = None) -> list[str]:
     """The names of all presets."""
-    folders = [conf_dir() / "cp", *([Path(config_dir) / "cp"] if config_dir is not None else [])]
-    return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.yaml")})
+    return options("cp", [conf_dir(), *([Path(config_dir)] if config_dir is not None else [])])
+
+
+def options(group: str, folders: Sequence[Path]) -> list[str]:
+    """The files of a group, in any of some configuration folders."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def groups(folders: Sequence[Path]) -> list[str]:
+    """The groups of some configuration folders."""
+    return sorted({path.name for folder in folders for path in folder.iterdir() if any(path.glob("*.yaml"))})
 
 
 def _no_preset(preset: str, config_dir: str | Path | None) -> Problem:

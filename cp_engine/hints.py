@@ -1,7 +1,8 @@
-"""Turns Hydra's composition errors into ours: every bad override at once, each with the nearest thing that works."""
+"""Turns Hydra's composition errors into ours: every bad override at once, each with what works when it is typed."""
 
-import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -11,17 +12,18 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.keys import known_keys, unknown_key
-
-KEY = re.compile(r"Could not (?:override|append to config\. An item is already at|delete(?: from config\.)?) '([^']+)'")
-MEANT = re.compile(r"Did you mean to override (?:one of )?([^?]+)\?")
+from cp_engine import hydra_keys
+from cp_engine.errors import ConfigError, Problem
+from cp_engine.keys import key_problems
+from cp_engine.refusal import KEY, Refusal, problem_of
+from cp_engine.schema import read
+from cp_engine.toml_argument import is_open
 
 
 def config_error(
     error: Exception, overrides: Sequence[str], *, conf: Path, extra: str | None, sweep: bool
 ) -> ConfigError:
-    """Every override that Hydra refuses, found by composing again without it.
+    """Every override that Hydra refuses, found by composing again without it, and what is wrong with the others.
 
     Args:
         error: what Hydra raised for all overrides together.
@@ -29,18 +31,27 @@ def config_error(
         conf: the shipped configuration folder.
         extra: the user's --config-dir, if any.
         sweep: whether several values are several jobs; the first stands for them.
+
+    Returns:
+        Problems whose `try` lines have been composed in place of what they correct.
     """
     if isinstance(error, SearchPathException):
         return ConfigError([Problem(key="--config-dir", what=str(error))], source="the command line")
+    folders = (conf, *([Path(extra)] if extra is not None else []))
     with initialize_config_dir(config_dir=str(conf), version_base="1.3"):
         left = [_one_choice(override) if sweep else override for override in overrides]
         if extra is not None:
             left.append(f"hydra.searchpath=[file://{Path(extra).absolute()}]")
         refused: list[tuple[str, Exception]] = []
         composed = _composed(left, refused)
+        found, composed, is_cp_whole = _corrected(left, refused, composed, folders)
+        if not found:
+            found = [problem_of(Refusal(error=error, override="", composed=composed, folders=folders))]
     GlobalHydra.instance().clear()
-    found = [_problem(reason, override, composed) for override, reason in refused]
-    return ConfigError(found or [_problem(error, "", composed)], source="the command line")
+    known = {problem.key for problem in found}
+    rest = [] if composed is None else [p for p in _of_the_rest(composed) if p.key not in known]
+    more = [p for p in rest if is_cp_whole or not p.key.startswith("cp.")]
+    return ConfigError([*found, *more], source="the command line")
 
 
 def _composed(left: list[str], refused: list[tuple[str, Exception]]) -> DictConfig | None:
@@ -58,6 +69,70 @@ def _composed(left: list[str], refused: list[tuple[str, Exception]]) -> DictConf
             return None
         left.remove(culprit)
         refused.append((culprit, error))
+
+
+def _corrected(
+    left: list[str], refused: Sequence[tuple[str, Exception]], composed: DictConfig | None, folders: Sequence[Path]
+) -> tuple[list[Problem], DictConfig | None, bool]:
+    """The problems of refused overrides, groups first, each composed with what stands in for those before it.
+
+    An override that was refused for the sake of another one is no problem: `cp=rng cp.mesh.ring=4` has one.
+
+    Returns:
+        The problems, the configuration with one correction of each, and whether all that concern `cp` have one.
+    """
+    problems, is_cp_whole = [], True
+    for override, _ in sorted(refused, key=lambda one: not isinstance(one[1], MissingConfigException)):
+        again, error = _attempt([*left, override])
+        if error is None:
+            left.append(override)
+            composed = again
+            continue
+        refusal = Refusal(error=error, override=override, composed=composed, folders=tuple(folders))
+        problem = problem_of(refusal)
+        beside = [override] if refusal.is_of_a_file else []
+        works = {line: attempt for line in problem.tries if (attempt := _tried([*left, *beside], line)) is not None}
+        clean = {line: attempt for line, attempt in works.items() if not _is_faulty(line, attempt)}
+        works = clean or works
+        if chosen := next((attempt for attempt in works.values() if attempt[1] is not None), None):
+            left[:], composed = chosen
+        elif refusal.key.startswith("cp") or "@cp." in refusal.key:
+            is_cp_whole = False
+        problems.append(replace(problem, tries=tuple(works)))
+    return problems, composed, is_cp_whole
+
+
+Attempt = tuple[list[str], DictConfig | None]
+"""Overrides and what they compose to; None where that is not known."""
+
+
+def _tried(left: list[str], line: str) -> Attempt | None:
+    """What a line to try makes of the other overrides; None where Hydra refuses it."""
+    if line.startswith("-"):  # an option, for another run than this
+        return left, None
+    overrides = [*left, *(f"++{word}" if is_open(word) else word for word in shlex.split(line))]
+    composed, error = _attempt(overrides)
+    return None if error is not None else (overrides, composed)
+
+
+def _is_faulty(line: str, attempt: Attempt) -> bool:
+    """Whether a key of a line has a name or a value that is refused after composing."""
+    keys = {word.partition("=")[0].lstrip("+~") for word in shlex.split(line)}
+    return attempt[1] is not None and any(problem.key in keys for problem in _of_the_rest(attempt[1]))
+
+
+def _of_the_rest(composed: DictConfig) -> Iterator[Problem]:
+    """Names and types of everything that Hydra did compose."""
+    from cp_engine.modes import plain
+
+    yield from hydra_keys.problems(composed.hydra)
+    try:
+        config = plain(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        yield from key_problems(config)
+        cp = config.get("cp")
+        read(cp if isinstance(cp, Mapping) else {}, None)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def _attempt(overrides: list[str]) -> tuple[DictConfig | None, Exception | None]:
@@ -80,74 +155,12 @@ def _is_about(error: Exception, override: str) -> bool:
 
 
 def _one_choice(override: str) -> str:
-    """A sweep's first job; anything else as it is."""
+    """One job's value of a sweep: the first that is refused, else the first; anything else as it is."""
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return override  # composing reports it
     if not parsed.is_sweep_override() or override.startswith("~"):
         return override
-    return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
-
-
-def _problem(error: Exception, override: str, composed: DictConfig | None) -> Problem:
-    key, _, value = override.partition("=")
-    key = key.lstrip("+~")
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        near = suggest(value, error.options)
-        tries = (f"{key}={near}",) if near else ()
-        what = f"'{value}' is not one of the choices"
-        return Problem(key=key, what=what, details=(("allowed", ", ".join(error.options)),), tries=tries)
-    if "Ambiguous value" in str(error) or "requires --multirun" in str(error):
-        return Problem(key=key, what=f"{value} is several values, one run takes one", tries=(f"-m {key}={value}",))
-    if override.startswith("+") and str(error).startswith("Multiple values for"):
-        return Problem(key=key, what="has a value already; + would add a second", tries=_assigned([key], value))
-    meant = MEANT.search(str(error))
-    if meant is not None:
-        return Problem(
-            key=key, what="is not the name of this choice", tries=_assigned(meant.group(1).split(", "), value)
-        )
-    if composed is None or not KEY.search(str(error)):
-        cause = [str(error.__cause__).splitlines()[0]] if error.__cause__ else []
-        return Problem(key=key or "configuration", what=" ".join([*lines, *cause]))
-    choices = [name for name in composed.hydra.runtime.choices if not name.startswith("hydra/")]
-    relocated = [name for name in choices if name.partition("@")[2] == key.replace("/", ".")]
-    if relocated:
-        return Problem(key=key, what="is not the name of this choice", tries=_assigned(relocated, value))
-    known = {**known_keys(), **dict.fromkeys(_dotted(composed), "")}
-    if any(name.startswith(f"{key}.") for name in known):
-        rule = ("rule", "a mapping is replaced in two overrides; one alone would merge with what is there")
-        return Problem(key=key, what="is a mapping", details=(rule,), tries=(f"'~{key}' '+{key}={value}'",))
-    if key in known:
-        return Problem(key=key, what=" ".join(lines))
-    near_choice = suggest(key, choices)
-    if near_choice is not None and "." not in key:
-        return Problem(
-            key=key,
-            what="unknown key",
-            details=(("allowed", ", ".join(choices)),),
-            tries=_assigned([near_choice], value),
-        )
-    return unknown_key(key, known, value)
-
-
-def _assigned(keys: Sequence[str], value: str) -> tuple[str, ...]:
-    return tuple(f"{key}={value}" for key in keys)
-
-
-def _dotted(composed: DictConfig) -> list[str]:
-    """The dotted keys of a composed configuration, without Hydra's own."""
-    tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
-    assert isinstance(tree, Mapping)
-    keys: list[str] = []
-
-    def walk(node: object, key: str) -> None:
-        if isinstance(node, Mapping) and node:
-            for name, child in node.items():
-                walk(child, f"{key}.{name}" if key else str(name))
-        else:
-            keys.append(key)
-
-    walk(tree, "")
-    return keys
+    jobs = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+    return next((job for job in jobs if _attempt([job])[1] is not None), jobs[0])

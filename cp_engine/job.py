@@ -137,15 +137,16 @@ def _dtype_key(config: Mapping[str, object]) -> str:
 
 def _degree_problems(config: Mapping[str, object]) -> list[Problem]:
     """The context-parallel degree is set in one place, the composition."""
-    from cp_engine.schema import degree_of  # here: `--help` and `--cfg` need no schema
+    from cp_engine.reader import resizing  # here: `--help` and `--cfg` need no schema
+    from cp_engine.schema import read
 
     key, cp = "titan.parallelism.context_parallel_degree", config["cp"]
     try:
-        degree = degree_of(cp if isinstance(cp, Mapping) else {})
+        mesh = read(cp if isinstance(cp, Mapping) else {}, None).mesh
     except ConfigError as error:
         return list(error.problems)
     titan = lookup(config, key)
-    if titan in (ABSENT, degree):
+    if titan in (ABSENT, mesh.degree):
         return []
     rule = (
         "rule",
@@ -154,8 +155,8 @@ def _degree_problems(config: Mapping[str, object]) -> list[Problem]:
     return [
         Problem(
             key=key,
-            what=f"is {titan}, but cp.mesh has {degree} ranks",
+            what=f"is {titan}, but cp.mesh has {mesh.degree} rank{'s' * (mesh.degree != 1)}",
             details=(rule,),
-            tries=(f"~{key}", f"cp.degree={titan}"),
+            tries=(f"~{key}", *resizing(mesh, int(str(titan)))),
         )
     ]

@@ -81,10 +81,10 @@ class Result(NamedTuple):
 
 def _lowered(planned: PlannedStep, plan: Plan, target: Target) -> Operation:
     """A step's operation; one of another package says in its own name what goes wrong in it."""
-    key = f"cp.steps.{planned.step.name}"
-    with named(key), calling(planned.step, "lower"):
-        operation = planned.step.lower(planned, plan, target)
-    return ForeignOperation(key, planned.step, operation) if is_foreign(planned.step) else operation
+    key, step = f"cp.steps.{planned.step.name}", planned.step
+    with named(key), calling(step, "lower"):
+        operation = step.lower(planned, plan, target)
+    return ForeignOperation(key, step, operation) if is_foreign(step) else operation
 
 
 class Program:
@@ -100,9 +100,8 @@ class Program:
         self.target = target
         self.inputs = (*plan.inputs, *plan.parameters)
         self.outputs = ("out", *plan.losses)
-        self.compiled_runs = 0  # forward passes as an operator of a graph
         self.sizes: tuple[int, ...] = ()  # tensors that each operation saves, known after `outline`
-        self.forwards = self.backwards = 0  # passes that began
+        self.forwards = self.backwards = self.compiled_runs = 0  # passes that began, and forward ones of a graph
         self.operations: tuple[Operation, ...] = tuple(_lowered(s, plan, target) for s in plan.steps)
         self._groups = plan.pipeline
         self._parameters = frozenset(plan.parameters)

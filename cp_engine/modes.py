@@ -6,16 +6,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cp_engine import hydra_keys
 from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
+from cp_engine.paths import from_where_typed
 
 if TYPE_CHECKING:
+    from hydra.conf import HydraConf
+
     from cp_engine.integrations.toml_translation import Translation
     from cp_engine.join import Group
     from cp_engine.plan import Plan
@@ -25,20 +29,15 @@ if TYPE_CHECKING:
 
 
 def run_job(
-    composed: DictConfig,
-    output_dir: Path,
-    group: "Group | None",
-    translation: "Translation | None" = None,
-    typed: Sequence[str] = (),
+    composed: DictConfig, hydra: "HydraConf", group: "Group | None", translation: "Translation | None" = None
 ) -> bool:
     """One job: check everything, then do what `mode` says.
 
     Args:
         composed: Hydra's result.
-        output_dir: the job's folder.
+        hydra: its own configuration, with the job's folder and the folder in which the command was typed.
         group: the ranks that exist already; None to start new ones.
         translation: of the TOML that the command line names.
-        typed: overrides of the command line.
 
     Returns:
         False if verify found a difference; it has shown where.
@@ -47,7 +46,9 @@ def run_job(
         CPError: with every problem of the configuration, or what verify found.
         RankFailure: a rank ended the run.
     """
-    config = plain(composed)
+    output_dir, wrong = Path(hydra.runtime.output_dir), list(hydra_keys.problems(cast(DictConfig, hydra)))
+    typed = list(hydra.overrides.task)
+    config = from_where_typed(plain(composed), Path(hydra.runtime.cwd))
     if config.get("toml") is not None and translation is None:
         what, rule = (
             f"is {config['toml']}, and was not translated",
@@ -58,16 +59,18 @@ def run_job(
         key = f"translate.{name}"
         if (value := lookup(config, key)) != was:
             what, rule = f"is {value}, and the file was translated with {was}", ("rule", "it is typed beside toml=")
-            typed = f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
-            raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=(f"{key}={typed}",))])
+            shown = f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
+            raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=(f"{key}={shown}",))])
     if config.get("mode") == "translate":
         from cp_engine import translate_mode
 
+        if wrong:
+            raise ConfigError(wrong)
         translate_mode.run(config, translation, lambda: _refusals(config, typed))
         return True
     if group is not None and config.get("mode") == "train":
         config = group.adopt(config)
-    plan = planned(config, typed)
+    plan = planned(config, typed, wrong)
     if config["mode"] == "verify":
         _show(translation, config)
         return _verify(plan, config, output_dir)
@@ -91,12 +94,13 @@ def plain(composed: DictConfig) -> dict[str, object]:
     return {str(key): value for key, value in config.items()}
 
 
-def planned(config: Mapping[str, object], typed: Sequence[str] = ()) -> "Plan":
+def planned(config: Mapping[str, object], typed: Sequence[str] = (), wrong: Sequence[Problem] = ()) -> "Plan":
     """The proved plan of a configuration.
 
     Args:
-        config: the composed configuration.
+        config: as plain containers.
         typed: overrides of the command line.
+        wrong: what is wrong outside the configuration.
 
     Raises:
         CPError: every problem of all parts of the configuration together.
@@ -104,7 +108,7 @@ def planned(config: Mapping[str, object], typed: Sequence[str] = ()) -> "Plan":
     from cp_engine import job
     from cp_engine.schema import plan_from_config
 
-    found = job.problems(config, typed)
+    found = [*wrong, *job.problems(config, typed)]
     try:
         shape = job.shape_of(config)
     except (ConfigError, ValueError, ArithmeticError) as error:  # of a wrong type or 0: `found` has it

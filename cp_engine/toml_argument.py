@@ -19,7 +19,7 @@ from cp_engine.integrations.toml_file import read_toml
 from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.integrations.toml_translation import Asked, Translation
 from cp_engine.integrations.torchtitan_toml import DEGREE, OF_TEXT, translate
-from cp_engine.keys import known_keys, titan_table, unknown_key
+from cp_engine.keys import known_keys, module_tables, titan_table, unknown_key
 
 GROUP, OPTION = "translated", "toml"
 DROP = "translate.drop"
@@ -35,6 +35,9 @@ TWICE = (  # (key of torchtitan, what decides the same)
     ("parallelism.custom_context_parallel_path", "cp"),
 )
 FLAG = re.compile(r"--(?P<key>[a-z_]+\.[\w.-]+)(?:=(?P<value>.*))?", re.DOTALL)
+SWEEPS = {"-m", "--multirun", "hydra.mode=MULTIRUN"}
+"""What makes several values several jobs."""
+PLACE = re.compile(r"datasets\.[\w.-]+=")
 OTHER_PLACES = {  # torchtitan's flag -> what says the same here
     "job.config_file": "toml",
     "parallelism.context_parallel_degree": "cp.degree",
@@ -69,7 +72,7 @@ def translation_of(arguments: Sequence[str], config_dir: str | None) -> Translat
     if path is not None:
         problems += [*_swept(arguments), *_typed_twice(said)]
         asked = Asked(
-            values=_values(said),
+            values={**_degree(arguments), **_values(said)},
             model=_word(said, "model", "") or None,
             data=_word(said, "data", "") or None,
             experiment=_word(said, "experiment", "") or None,
@@ -93,6 +96,21 @@ def _values(said: Mapping[str, Override]) -> dict[str, object]:
     return {k: o.value() for k, o in typed.items() if "${" not in str(o.input_line) and not isinstance(o.value(), dict)}
 
 
+def _degree(arguments: Sequence[str]) -> dict[str, object]:
+    """`cp.degree=N` beside a file is torchtitan's own key: it decides composition and layout as if the file said so.
+
+    In a sweep the first stands for all, which decide the same; one rank among several does not, and is left to each job.
+    """
+    typed = [_parsed(argument) for argument in arguments if argument.lstrip("+").startswith("cp.degree=")]
+    last = typed[-1] if typed else None
+    if last is None:
+        return {}
+    values = list(last.sweep_iterator()) if last.is_sweep_override() else [last.value()]
+    degrees = [value for value in values if isinstance(value, int) and not isinstance(value, bool) and value > 0]
+    decide_alike = len({degree > 1 for degree in degrees}) == 1
+    return {DEGREE: degrees[0]} if decide_alike and len(degrees) == len(values) else {}
+
+
 def _typed_twice(said: Mapping[str, Override]) -> Iterator[Problem]:
     """A key of torchtitan beside the choice that replaces it."""
     for key, instead in TWICE:
@@ -103,7 +121,7 @@ def _typed_twice(said: Mapping[str, Override]) -> Iterator[Problem]:
 
 def _swept(arguments: Sequence[str]) -> Iterator[Problem]:
     """What a sweep cannot vary, since a file is translated once."""
-    if not {"-m", "--multirun"} & set(arguments):
+    if not SWEEPS & set(arguments):
         return
     deciding = {f"titan.{key}" for key in (*shipped_rules().deciding, *OF_TEXT, "training.dataset", "model.flavor")}
     for argument in arguments:
@@ -114,6 +132,10 @@ def _swept(arguments: Sequence[str]) -> Iterator[Problem]:
                 "it decides what the file asks for, and a file is translated once; sweep over cp, or run one by one",
             )
             yield Problem(key=parsed.key_or_group, what="cannot be swept beside toml", details=(rule,))
+        if parsed is not None and parsed.is_sweep_override() and parsed.key_or_group == "cp.degree":
+            if len({degree == 1 for degree in parsed.sweep_iterator()}) > 1:
+                rule = ("rule", "one rank and several are different compositions, and a file is translated once")
+                yield Problem(key="cp.degree", what="cannot be swept from 1 beside toml", details=(rule,))
 
 
 def _word(said: Mapping[str, Override], key: str, otherwise: str) -> str:
@@ -166,8 +188,17 @@ def for_hydra(arguments: Sequence[str], translation: Translation | None) -> list
     written = translation.settings if translation is not None else {}
     result = [a.lstrip("+") if a.partition("=")[0].lstrip("+") in written else a for a in arguments]
     result = [a for a in result if a.partition("=")[0].lstrip("+") not in (*used, *paths)]
-    result += [f"{key}={_quoted(path)}" for key, path in paths.items()]
+    result += [f"{key}={quoted(path)}" for key, path in paths.items()]
     return [*result, CHOSEN] if translation is not None else result
+
+
+def is_open(argument: str) -> bool:
+    """Whether an override sets a key that the configuration need not list, of torchtitan or of a data set."""
+    key = argument.partition("=")[0].removeprefix("titan.")
+    is_titan = argument.startswith("titan.") and (
+        key in titan_table() or any(key in t for t in module_tables().values())
+    )
+    return is_titan or PLACE.match(argument) is not None
 
 
 def flag_problems(arguments: Sequence[str]) -> list[Problem]:
@@ -201,7 +232,7 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
         name, value = "cp", shipped_rules().native(value)
     elif str(titan_table()[key]["type"]).startswith("list["):
         value = f"[{value}]"
-    shown = value if _parsed(f"{name}={value}") is not None else _quoted(value)
+    shown = value if _parsed(f"{name}={value}") is not None else quoted(value)
     return Problem(
         key=argument, what="is a flag of torchtitan's own program", details=(rule,), tries=(f"{name}={shown}",)
     )
@@ -209,8 +240,8 @@ def _flag_problem(argument: str, key: str, value: str) -> Problem:
 
 def _of_the_run(arguments: Sequence[str]) -> Iterator[Problem]:
     """Groups and keys on the command line that belong to the run: a translation would not write them."""
-    beside = ("mode", "toml", "out", "model")
-    if {"-m", "--multirun"} & set(arguments):
+    beside, decided = ("mode", "toml", "out", "model"), ("titan.", "cp.degree")
+    if SWEEPS & set(arguments):
         yield Problem(
             key="-m", what="is a sweep, and a file is translated once", tries=("mode=translate toml=... out=...",)
         )
@@ -220,7 +251,7 @@ def _of_the_run(arguments: Sequence[str]) -> Iterator[Problem]:
             continue
         key = parsed.key_or_group
         is_one = not (parsed.is_delete() or parsed.is_sweep_override()) and "${" not in argument
-        if not (key in beside or key.startswith(("translate.", "hydra.")) or (key.startswith("titan.") and is_one)):
+        if not (key in beside or key.startswith(("translate.", "hydra.")) or (key.startswith(decided) and is_one)):
             rule = ("rule", "a translation says what the file says; give this to the run")
             tries = (f"python launch.py experiment=... {shlex.quote(argument)}",)
             yield Problem(key=key, what="would not be written", details=(rule,), tries=tries)
@@ -241,7 +272,7 @@ def _parsed(argument: str) -> Override | None:
         return None
 
 
-def _quoted(value: str) -> str:
+def quoted(value: str) -> str:
     """A value that Hydra's grammar takes as it is."""
     escaped = re.sub(r"(\\*)'", lambda m: m.group(1) * 2 + "\\'", str(experiment.escaped(value)))
     trailing = len(escaped) - len(escaped.rstrip("\\"))
