@@ -1,5 +1,6 @@
 """README.md and docs/ say what is true: their files exist, their commands compose, their examples run, their outputs are the program's."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -8,9 +9,11 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cp_engine import cli, primitives
-from cp_engine.keys import known_keys
+from cp_engine.keys import known_keys, value_of
+from cp_engine.world import world_size
 from tests.conftest import PATIENCE, clean_environment
 from tests.helpers import EVERY
 
@@ -27,10 +30,15 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
+def lines_of(page: str) -> list[str]:
+    """The lines of all blocks of commands."""
+    return "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+
+
 def commands(page: str) -> list[list[str]]:
     """The arguments of every `python launch.py` in a block of commands."""
-    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python launch.py")]
+    lines = [line for line in lines_of(page) if line.startswith("python launch.py")]
+    return [shlex.split(line, comments=True)[2:] for line in lines]
 
 
 COMMANDS = [(name, arguments) for name, page in PAGES.items() for arguments in commands(page)]
@@ -86,8 +94,9 @@ def test_refusal_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str
     assert "proved" in capsys.readouterr().out
 
 
-def test_verification_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (arguments,) = (a for a in commands(README) if "mode=verify" in a and "shape.sequence=257" in a)
+@pytest.mark.parametrize("shown", [["mode=verify", "cp=ulysses"], ["mode=verify", "shape.sequence=257"]], ids=" ".join)
+def test_verification_is_the_programs(folder: Path, capsys: pytest.CaptureFixture[str], shown: list[str]) -> None:
+    arguments = next(a for a in commands(README) if set(shown) <= set(a))
     assert cli.run(arguments) == 0
     assert without_errors(capsys.readouterr().out) in [without_errors(block) for block in blocks(README, "text")]
 
@@ -109,6 +118,45 @@ def test_command_composes_to_a_plan(
     text = capsys.readouterr()
     assert code == is_refused, text.err
     assert "CoverageError" in text.err if is_refused else "proved" in text.out or '"ranks"' in text.out
+
+
+def is_for_ascend(line: str) -> bool:
+    """A command whose comment says that it trains on the device."""
+    return bool(re.search(r"# *(on Ascend|在昇腾上)", line))
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if commands(text)])
+def test_commands_end_soon_on_two_cores(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started = (re.search(r"\blaunch\.py (.*)", line) for line in lines_of(PAGES[page]) if not is_for_ascend(line))
+    long = []
+    for arguments in (shlex.split(match[1], comments=True) for match in started if match):
+        if {"mode=explain", "mode=translate", REFUSED_STEP} & set(arguments):
+            continue  # starts nothing
+        capsys.readouterr()
+        assert cli.run([*arguments, "--cfg", "job"]) == 0
+        config = yaml.safe_load(capsys.readouterr().out)
+        sizes = ("steps", "seq_len", "local_batch_size")
+        steps, sequence, batch = (int(value_of(config, f"titan.training.{name}")) for name in sizes)
+        is_short = steps <= 30 and sequence * batch <= 2048 and world_size(config) <= 4
+        if "mode=verify" in arguments:  # 5 steps, or one call
+            is_short = sequence * batch <= 2048
+        small = str(value_of(config, "titan.model.flavor")).endswith(("debugmodel", "tinymodel", "warm_up"))
+        long += [] if is_short and small else [arguments]
+    assert not long
+
+
+@pytest.mark.long
+def test_every_command_of_the_readme_does_what_it_says(folder: Path) -> None:
+    (folder / "launch.py").symlink_to(ROOT / "launch.py")
+    (folder / "example.py").write_text(blocks(README, "python")[0])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    run = [line for line in lines_of(README) if not line.startswith(("pip ", "pytest"))]
+    assert len(run) >= 17 and all(line.startswith(("python launch.py ", "torchrun ")) for line in run)
+    for line in run:
+        done = subprocess.run(
+            line, shell=True, cwd=folder, env=clean_environment(PATH=path), capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == (REFUSED_STEP in line), (line, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("file", LAUNCHED)
