@@ -32,7 +32,7 @@ LONGEST = (
 """The files that take longest, in that order: one that begins last would keep the other test process waiting."""
 
 LAUNCH = Path(__file__).parents[1] / "launch.py"
-PATIENCE = 600.0
+PATIENCE = 900.0
 """Seconds that nothing in a test takes on the busiest machine. Nobody waits for it unless something hangs."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gloo import world
+from tests.gloo import HANG_SECONDS, world
 
 
 def ranks_summed() -> float:
@@ -77,7 +77,7 @@ def leaves_a_collective() -> None:
 def test_a_rank_that_fails_is_told_of_first_and_the_next_function_finds_usable_ranks(
     function: Callable[[], None], how: str, why: str
 ) -> None:
-    with world(3, hang=5.0 if function is hangs else 300.0, grace=1.0) as three:
+    with world(3, hang=5.0 if function is hangs else HANG_SECONDS, grace=1.0) as three:
         assert three.run(ranks_summed) == [3.0, 3.0, 3.0]
         with pytest.raises(AssertionError) as caught:
             three.run(function)
