@@ -410,12 +410,16 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert gone(process.pid)  # the server, which nobody waits for, takes some seconds to unload what it imported
 
 
-def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(launch: Callable[..., Result]) -> None:
-    # torchtitan itself refuses this value, in every rank
-    result = launch("titan.checkpoint.enable=true", "titan.checkpoint.keep_latest_k=1")
+def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(
+    launch: Callable[..., Result], tmp_path: Path
+) -> None:
+    # a module that only the ranks import, each
+    (tmp_path / "faulty.py").write_text("raise ValueError('nothing could know this before')\n")
+    path = f"{LAUNCH.parent}{os.pathsep}{tmp_path}"
+    result = launch("titan.experimental.custom_import=faulty", PYTHONPATH=path)
     assert result.code == 1
     assert re.search(
-        r"RankFailure: rank [01] of 2 ended the run\n  ValueError: We need to maintain at least 2", result.err
+        r"RankFailure: rank [01] of 2 ended the run\n  ValueError: nothing could know this before", result.err
     ), result.err
     assert result.err.count("RankFailure") == 1
     assert "  log  " in result.err
