@@ -210,6 +210,16 @@ def fused_changes(base: Call) -> Iterator[Call]:
     packed = {n: x.transpose(1, 2).flatten(0, 1).contiguous() for n, x in (("query", q), ("key", k), ("value", v))}
     yield {**packed, "input_layout": "TND"}
     yield {**packed, "input_layout": "TND", "actual_seq_qlen": [8, 15], "actual_seq_kvlen": [8, 15]}
+    many = {"actual_seq_qlen": [*range(1, 1026)], "actual_seq_kvlen": [*range(1, 1026)]}
+    yield {**packed, "input_layout": "TND", **many}
+    ends = {"actual_seq_qlen": [8, 16], "actual_seq_kvlen": [8, 16]}
+    yield {**packed, "input_layout": "TND", **ends, "atten_mask": torch.zeros(16, 16).bool(), "sparse_mode": 1}
+    for lead in ((2,), (3, 1), (2, 3), (1, 4)):
+        yield {"atten_mask": torch.zeros(*lead, 8, 8).bool(), "sparse_mode": 1}
+    yield {"softmax_layout": "TND"}
+    yield {"softmax_layout": "NTD"}
+    yield {"inner_precise": 3}
+    yield {n: torch.zeros(2**21 + 1, 1, 1, 1) for n in ("query", "key", "value")} | {"head_num": 1}
     yield {"keep_prob": 0.9}
 
 
@@ -430,6 +440,18 @@ def test_positional_and_misspelt_arguments_fail_at_the_schema() -> None:
     positional = [half[n] for n in ("query", "key", "value", "sparse_indices", "scale_value")]
     with pytest.raises(RuntimeError, match=r"positional|argument"):  # what follows scale_value goes by keyword
         torch.ops.npu.npu_sparse_flash_attention(*positional, half["query_rope"])
+
+
+@pytest.mark.parametrize("name", ["npu_lightning_indexer", "npu_sparse_lightning_indexer_grad_kl_loss"])
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_weights_of_the_other_half_type_are_refused(name: str, half: torch.dtype) -> None:
+    call = BASES[name]()
+    halved = {n: x.to(half) for n, x in call.items() if isinstance(x, Tensor) and x.dtype == torch.bfloat16}
+    other = torch.bfloat16 if half == torch.float16 else torch.float16
+    for dtype in (half, torch.float32):
+        getattr(torch.ops.npu, name)(**{**call, **halved, "weights": halved["weights"].to(dtype)})
+    said = refused(name, {**call, **halved, "weights": halved["weights"].to(other)})
+    assert "weights are of q's dtype or float32" in said
 
 
 def test_indices_that_no_query_may_see_are_refused() -> None:

@@ -3,7 +3,7 @@
     full         no mask
     causal       the compressed 2048 x 2048 mask, mode 2 (from the top left)
     right_down   the same mask, mode 3 (from the bottom right): the keys before a causal square and the square in one call
-    packed       documents side by side: TND, with the end of each, mode 3
+    packed       documents side by side: TND, with the end of each, mode 3; in several calls where there are more than one takes
     partial      a mask of its own, mode 1, over the queries that see a key: what the operator gives for others is not documented
 
 Arguments go by keyword: their positions moved between versions. Backward passes lse as the maximum and 1 as the sum, which is the same
@@ -11,8 +11,10 @@ softmax, so that a tile's share of a merged result is one call.
 Source: torch_npu 2.13.0, docstring of npu_fusion_attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,10 @@ from cp_engine.npu.operators import COMPRESSED, accepts, registered
 from cp_engine.tiles import Tile, Tiling
 
 FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
-
+SEQUENCES = 1024
+"""Most sequences of a call of packed tokens."""
+TOKENS = 2**20
+"""Most tokens of a sequence, and of a call of packed tokens."""
 
 LIMITS = Limits(
     devices=("npu", "npu_reference"),
@@ -59,11 +64,15 @@ class NPUFusion:
             return nothing_seen(q, v)
         rows = _seeing(tile)
         layout, q_, k_, v_ = _arranged(tile, q[:, :, rows], k, v)
-        given = _masking(tile, rows, q) | _packing(tile, q.shape[0], FORWARD)
-        result = registered(FORWARD)(
-            query=q_, key=k_, value=v_, head_num=q.shape[1], input_layout=layout, scale=scale, keep_prob=1.0, **given
-        )
-        out, highest, total = result[0], result[1], result[2]
+        masking = _masking(tile, rows, q)
+        results = [
+            registered(FORWARD)(
+                query=q_[part.q], key=k_[part.k], value=v_[part.k], head_num=q.shape[1], input_layout=layout, scale=scale,
+                keep_prob=1.0, **masking, **part.named,
+            )
+            for part in _parts(tile, q.shape[0], FORWARD)
+        ]  # fmt: skip
+        out, highest, total = (_joined([r[i] for r in results]) for i in range(3))
         lse = highest[..., 0] + total[..., 0].log()
         if layout == "TND":
             out, lse = _unpacked(out, q.shape[0]), _unpacked(lse.unsqueeze(-1), q.shape[0]).squeeze(-1)
@@ -78,12 +87,16 @@ class NPUFusion:
         layout, q_, k_, v_ = _arranged(tile, q[:, :, rows], k, v)
         dout_, out_ = (_tokens(x[:, :, rows].to(q.dtype), layout) for x in (dout, out))
         highest = _tokens(lse[:, :, rows].float().unsqueeze(-1).expand(*q[:, :, rows].shape[:3], COPIES), layout)
-        given = _masking(tile, rows, q) | _packing(tile, q.shape[0], BACKWARD)
-        result = registered(BACKWARD)(
-            query=q_, key=k_, value=v_, dy=dout_, head_num=q.shape[1], input_layout=layout, softmax_max=highest,
-            softmax_sum=torch.ones_like(highest), attention_in=out_, scale_value=scale, keep_prob=1.0, **given,
-        )  # fmt: skip
-        dq, dk, dv = result[0], result[1], result[2]
+        total, masking = torch.ones_like(highest), _masking(tile, rows, q)
+        results = [
+            registered(BACKWARD)(
+                query=q_[part.q], key=k_[part.k], value=v_[part.k], dy=dout_[part.q], head_num=q.shape[1], input_layout=layout,
+                softmax_max=highest[part.q], softmax_sum=total[part.q], attention_in=out_[part.q], scale_value=scale,
+                keep_prob=1.0, **masking, **part.named,
+            )
+            for part in _parts(tile, q.shape[0], BACKWARD)
+        ]  # fmt: skip
+        dq, dk, dv = (_joined([r[i] for r in results]) for i in range(3))
         if layout == "TND":
             dq, dk, dv = (_unpacked(x, q.shape[0]) for x in (dq, dk, dv))
         return _placed(tile, rows, dq, 0.0), dk, dv
@@ -137,18 +150,42 @@ def _masking(tile: Tile, rows: slice, q: Tensor) -> dict[str, object]:
     return {"sparse_mode": 2 if tile.kind == "causal" else 3, "atten_mask": hidden}
 
 
-def _packing(tile: Tile, batch: int, operator: str) -> dict[str, object]:
-    """The ends of the documents of all sequences, and statistics whose data lie as their size says."""
+class _Part(NamedTuple):
+    """What one call computes of a tile: along the first dim of its tensors, and what it is told of it."""
+
+    q: slice
+    k: slice
+    named: dict[str, object]
+
+
+def _parts(tile: Tile, batch: int, operator: str) -> Iterator[_Part]:
+    """One call; of packed tokens as many as their documents need, with the ends of each."""
     if tile.kind != "packed":
-        return {}
-    ends = {"actual_seq_qlen": [q for q, _ in tile.parts], "actual_seq_kvlen": [k for _, k in tile.parts]}
-    found: dict[str, object] = {}
-    for name, counts in ends.items():
-        total, found[name] = 0, (listed := [])
-        for count in counts * batch:
-            total += count
-            listed.append(total)
-    return found | ({"softmax_layout": "TND"} if accepts(operator, "softmax_layout") else {})
+        yield _Part(slice(None), slice(None), {})
+        return
+    layout = {"softmax_layout": "TND"} if accepts(operator, "softmax_layout") else {}  # data lie as their size says
+    documents, q, k = tile.parts * batch, 0, 0
+    for group in _groups(documents):
+        ends_q, ends_k = (list(accumulate(counts)) for counts in zip(*group, strict=True))
+        named: dict[str, object] = {"actual_seq_qlen": ends_q, "actual_seq_kvlen": ends_k, **layout}
+        yield _Part(slice(q, q + ends_q[-1]), slice(k, k + ends_k[-1]), named)
+        q, k = q + ends_q[-1], k + ends_k[-1]
+
+
+def _groups(documents: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Neighbouring documents, (queries, keys) of each, as many as one call takes."""
+    group, tokens = list[tuple[int, int]](), 0
+    for document in documents:
+        tokens += max(document)
+        if group and (len(group) == SEQUENCES or tokens > TOKENS):
+            yield group
+            group, tokens = [], max(document)
+        group.append(document)
+    yield group
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _placed(tile: Tile, rows: slice, x: Tensor, otherwise: float) -> Tensor:

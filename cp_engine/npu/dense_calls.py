@@ -55,8 +55,12 @@ def sizes(given: Arguments) -> dict[str, object]:
         facts |= {f"{x}_batch": 1 if layout == "TND" else t.shape[0] for x, t in (("k", k), ("v", v))}
     if isinstance(dy := given.get("dy"), Tensor) and layout not in ("BSH", "SBH"):
         facts["dy_width"] = dy.shape[-1]
-    for name, ends in (("end_q", given["actual_seq_qlen"]), ("end_k", given["actual_seq_kvlen"])):
-        facts[name] = ends[-1] if isinstance(ends, list | tuple) and ends else None
+    for name, ends in (("q", given["actual_seq_qlen"]), ("k", given["actual_seq_kvlen"])):
+        listed = list(ends) if isinstance(ends, list | tuple) else []
+        facts |= {f"end_{name}": listed[-1] if listed else None, f"sequences_{name}": len(listed)}
+    if isinstance(mask := given["atten_mask"], Tensor):
+        leads = [[], [1, 1], [facts["batch"], 1], [facts["batch"], facts["heads"]]]
+        facts |= {"mask_lead": list(mask.shape[:-2]), "mask_leads": leads[:1] if layout == "TND" else leads}
     return facts
 
 
