@@ -60,10 +60,16 @@ def of_length(key: str, x: object, dim: object, length: int, wanted: str) -> lis
     return []
 
 
-def of_engine(plan: object, mesh: object, device: object, kernels: object) -> list[Problem]:
+def of_engine(plan: object, mesh: object, device: object, kernels: object, heads: object) -> list[Problem]:
     """What is wrong with the arguments of an engine, before any of them is used."""
     problems = wrong("plan", plan, Plan, "a plan", "cp_engine.compile('ulysses', mesh=mesh, ...)")
     problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
+    problems += wrong("heads", heads, (DeviceMesh, NoneType), "a DeviceMesh or None")
+    if mesh is None and isinstance(plan, Plan) and plan.degree > 1:
+        problems.append(Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks", tries=(MESH,)))
+    if heads is None and isinstance(plan, Plan) and plan.shape.head_ranks > 1:
+        what = f"is missing, and the heads of a query lie on {plan.shape.head_ranks} ranks"
+        problems.append(Problem(key="heads", what=what))
     for key, value, allowed in (("device", device, DEVICES), ("kernels", kernels, (*DEVICES, REHEARSAL))):
         if value is not None and value not in allowed:
             details = (("allowed", ", ".join(allowed)),)

@@ -204,6 +204,31 @@ def _group(world_ranks: list[int]) -> dist.ProcessGroup:
     return groups[tuple(world_ranks)]
 
 
+def beside(plan: Plan, rank: int, heads: DeviceMesh) -> GroupCommunicator:
+    """Reaches the ranks that hold the other heads of the queries of this one, and compares the plan between them.
+
+    Args:
+        plan: equal on all of them.
+        rank: this process's plan rank, the same on all of them.
+        heads: 1-D, over these ranks.
+
+    Raises:
+        CallError: the mesh does not fit, or plans or plan ranks differ.
+    """
+    if heads.ndim != 1 or heads.size() != plan.shape.head_ranks:
+        what = f"has sizes {list(heads.mesh.shape)}, and the heads of a query lie on {plan.shape.head_ranks} ranks"
+        raise CallError([Problem(key="heads", what=what)], plan.name)
+    group = heads.get_group()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    _require_equal(plan, group, ranks, "")
+    places = [-1] * len(ranks)
+    dist.all_gather_object(places, rank, group=group)
+    if len(set(places)) > 1:
+        what, rule = f"joins the plan ranks {places}", ("rule", "its ranks hold the same queries")
+        raise CallError([Problem(key="heads", what=what, details=(rule,))], plan.name)
+    return GroupCommunicator(ranks=ranks, groups={tuple(range(len(ranks))): group})
+
+
 def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...], key: str) -> list[str]:
     """The same error on every rank, naming what differs, instead of a hang in the first exchange; the key of each plan rank."""
     mine: dict[str, str] = {

@@ -245,6 +245,9 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             facts += [("operator", f"{step.name}: {operator}") for operator in operators]
             if max(calls, default=1) > 1:
                 facts.append(("operator", f"{step.name}: {span(calls)} calls per rank, one for each run of neighbours"))
+        if isinstance(step, SparseStep) and (beside := step.beside(planned, plan, device)) is not None:
+            how, size = f"over {plan.shape.head_ranks} tensor-parallel ranks", _bytes(beside[1])
+            facts.append(("heads", f"{step.name}: {beside[0]} {how}, {size} per rank, which is not in sent"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
         n, m = (c * plan.pipeline for c in cost.collectives)

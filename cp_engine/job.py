@@ -116,6 +116,8 @@ def shape_of(config: Mapping[str, object]) -> Shape:
     for name in ("head_dim", "v_head_dim", *LATENT_SIZES):
         if name in row:
             sizes[name] = int(str(row[name]))
+    if "topk" in row:  # whose loss needs all heads of a query
+        sizes["head_ranks"] = tensor
     names = (*SIZES, *LATENT_SIZES)
     sizes.update({name: integer(config, f"shape.{name}") for name in names if value_of(config, f"shape.{name}")})
     missing = [name for name in SIZES if name not in sizes]

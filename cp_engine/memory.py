@@ -49,7 +49,7 @@ def peak(plan: Plan, device: str = "cpu") -> Peak:
         The rank's peak.
     """
     rank = max(range(plan.degree), key=lambda r: sum(c.buffer_bytes[r] for c in plan.costs))
-    program = Program(plan, Target(ranks=(rank,), device=device, communicator=_Nobody(rank)))
+    program = Program(plan, _alone(plan, rank, device))
     dtype = getattr(torch, plan.shape.dtype)
     inputs = {n: [torch.empty(s, dtype=dtype, device="meta")] for n, s in sizes_of(plan, rank).items()}
     scale = plan.shape.head_dim**-0.5
@@ -63,6 +63,11 @@ def peak(plan: Plan, device: str = "cpu") -> Peak:
         backward = live.peak - given
     del grads
     return Peak(rank=rank, forward=forward, backward=backward, kept=kept)
+
+
+def _alone(plan: Plan, rank: int, device: str) -> Target:
+    heads = _Nobody(rank) if plan.shape.head_ranks > 1 else None
+    return Target(ranks=(rank,), device=device, communicator=_Nobody(rank), heads=heads)
 
 
 def sizes_of(plan: Plan, rank: int) -> Mapping[str, tuple[int, ...]]:

@@ -142,9 +142,10 @@ class PlannedAttention:
             for m in passed
             if m.is_intact and m.told == told and m.prints is not None and torch.equal(m.prints, prints)
         ]
-        numbers, others = sorted(m.number for m in alike), self._target.communicator
-        if others is not None:  # a rank may have the same tokens in two passes, and others not; or have dropped one
-            numbers = others.agree(numbers, prints.device)
+        numbers = sorted(m.number for m in alike)
+        for others in (self._target.communicator, self._target.heads):
+            if others is not None:  # a rank may have the same tokens in two passes, and others not; or have dropped one
+                numbers = others.agree(numbers, prints.device)
         return next((m for m in alike if m.number in numbers[:1]), Memo(None, prints, told))
 
     def _programs(self, call: Call) -> list[Program]:

@@ -55,11 +55,13 @@ class Target:
         ranks: the plan's ranks that live in this process; all of them without a communicator.
         device: device type, such as `cpu`.
         communicator: reaches the other ranks.
+        heads: reaches the ranks that hold the other heads of the same queries, `Shape.head_ranks` in all; None where there are none.
     """
 
     ranks: tuple[int, ...]
     device: str
     communicator: Communicator | None
+    heads: Communicator | None = None
 
 
 @dataclass(frozen=True, slots=True)

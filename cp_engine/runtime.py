@@ -9,7 +9,7 @@ from typing import overload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cp_engine import gradients
+from cp_engine import c10d, gradients
 from cp_engine.arguments import of_engine, of_length, wrong
 from cp_engine.attach import Site, attach, detach
 from cp_engine.c10d import GroupCommunicator, connect
@@ -33,27 +33,32 @@ class ContextParallel:
         mesh: 1-D over the plan's ranks, or N-D with the plan's axis names; None for a plan of one rank.
         device: device type of the tensors; None is the mesh's, or cpu.
         kernels: device whose kernels are chosen, such as `npu_reference`; None is `device`.
+        heads: 1-D over the ranks that hold the other heads of the same queries, where the plan's shape has `head_ranks`.
 
     Raises:
-        CallError: the mesh does not fit, or ranks hold different plans (on every rank).
+        CallError: a mesh does not fit, or ranks hold different plans (on every rank).
     """
 
     def __init__(
-        self, plan: Plan, mesh: DeviceMesh | None = None, device: str | None = None, kernels: str | None = None
+        self,
+        plan: Plan,
+        mesh: DeviceMesh | None = None,
+        device: str | None = None,
+        kernels: str | None = None,
+        heads: DeviceMesh | None = None,
     ) -> None:
-        if problems := of_engine(plan, mesh, device, kernels):
-            raise CallError(problems)
-        if mesh is None and plan.degree > 1:
-            raise CallError(
-                [Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks")], plan.name
-            )
+        if problems := of_engine(plan, mesh, device, kernels, heads):
+            raise CallError(problems, plan.name if isinstance(plan, Plan) else "")
         self.plan = plan
         self.rank = 0
         self._communicator: GroupCommunicator | None = None
         if mesh is not None and plan.degree > 1:
             self._communicator, self.rank = connect(plan, mesh)
         self.device = device or (mesh.device_type if mesh is not None else "cpu")
-        self._target = Target(ranks=(self.rank,), device=kernels or self.device, communicator=self._communicator)
+        beside = None if heads is None or plan.shape.head_ranks == 1 else c10d.beside(plan, self.rank, heads)
+        self._target = Target(
+            ranks=(self.rank,), device=kernels or self.device, communicator=self._communicator, heads=beside
+        )
         self._attention = PlannedAttention(plan, self._target)
         self._sites: dict[int, Site] = {}
         self._summed: dict[int, Tensor] = {}

@@ -48,6 +48,8 @@ class Shape:
         index_heads: of the indexer that selects keys; 0 where there is none.
         index_dim: of each of them.
         topk: keys that it selects for a query; 0 where all are attended to.
+        head_ranks: ranks beside those of the plan that hold as many heads of the same queries each, this one included: those of
+            tensor parallelism, in a call whose indexer learns from all heads.
     """
 
     batch: int
@@ -62,6 +64,7 @@ class Shape:
     index_heads: int = 0
     index_dim: int = 0
     topk: int = 0
+    head_ranks: int = 1
 
     @property
     def group_size(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cp_engine.channel import Channel
 from cp_engine.index_set import IndexSet
 from cp_engine.kernels import sparse
 from cp_engine.kernels.operands import without_autocast
@@ -91,6 +92,32 @@ class SparseOperation:
         return ()
 
 
+class Beside:
+    """The ranks that hold the other heads of the same queries, as tensor parallelism cuts them, this one included.
+
+    Each of them needs the loss of all heads, and gets the same bits: what the indexer is made of is the same on all of them, and
+    nobody sums its gradients over them.
+
+    Args:
+        channel: the way to them.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def total(self, target: Tensor) -> Tensor:
+        """What the heads of every rank attend to, summed over the ranks in one order."""
+        return self._of_each(target).sum(0)
+
+    def together(self, x: Tensor) -> Tensor:
+        """[B, H, ...] -> [B, ranks x H, ...], rank after rank."""
+        return self._of_each(x).movedim(0, 1).flatten(1, 2)
+
+    def _of_each(self, x: Tensor) -> Tensor:
+        found: Tensor = self._channel.all_gather(x.contiguous().flatten()).wait().view(self._channel.members, *x.shape)
+        return found
+
+
 class LearnOperation:
     """The indexer's loss. Its gradients are those of a sum, known once the loss is, so they are what is kept for backward.
 
@@ -99,6 +126,7 @@ class LearnOperation:
         indexer: per local rank, that of its indexer.
         selected: per local rank, the queries whose selection it holds.
         exchange: sums over ranks what heads attend to; None where a rank has all heads of its queries.
+        beside: the same over ranks that are not the plan's; None where there are none.
         kernel: what computes it.
     """
 
@@ -108,9 +136,11 @@ class LearnOperation:
         indexer: Sequence[Sight],
         selected: Sequence[IndexSet],
         exchange: Redistribution | None,
+        beside: Beside | None,
         kernel: SparseKernel,
     ) -> None:
         self._attention, self._indexer, self._exchange = tuple(attention), tuple(indexer), exchange
+        self._beside = beside
         self._selected, self._kernel = tuple(selected), kernel
         # then attention can be made again chunk by chunk of the indexer; else it is brought to it key by key
         pairs = zip(self._attention, self._indexer, strict=True)
@@ -137,9 +167,11 @@ class LearnOperation:
             sparse.Attended(x.q, x.keys(sight), statistics, scale)
             for x, sight, statistics in zip(given, self._attention, lse, strict=True)
         ]
-        topk = [x.topk for x in given]
+        topk, beside = [x.topk for x in given], self._beside
+        if beside is not None and self._kernel.learns_from_heads:
+            attended, beside = [x.all_heads(beside.together) for x in attended], None
         sources: Sequence[sparse.Attended | Tensor] = attended
-        if self._exchange is not None or not self._holds_the_same:
+        if self._exchange is not None or beside is not None or not self._holds_the_same:
             sources = [sparse.shares(*x) for x in zip(attended, topk, self._attention, strict=True)]
         if self._exchange is not None:
             sources = self._exchange.start({"target": [x for x in sources if isinstance(x, Tensor)]})()["target"]
@@ -147,6 +179,8 @@ class LearnOperation:
                 x.index_select(2, rows_of(sight.queries, held).to(x.device))
                 for x, sight, held in zip(topk, self._indexer, self._selected, strict=True)
             ]
+        if beside is not None:
+            sources = [beside.total(x) if isinstance(x, Tensor) else x for x in sources]
         return [self._kernel.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
 
     def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:

@@ -1,18 +1,22 @@
 """DeepSeek sparse attention as a module: one process computes it as it is, an engine cuts it over ranks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from cp_engine import c10d
 from cp_engine.call import Call, short
 from cp_engine.check import Composition, prove
 from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.layout import Mesh
 from cp_engine.lower import Program
 from cp_engine.mask import mask_of
+from cp_engine.plan import Plan
 from cp_engine.primitives import Contiguous
 from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
 from cp_engine.redistribute import Target
@@ -28,9 +32,15 @@ class SparseAttention(nn.Module):
         topk: keys of a query, at least 1.
         is_dense: every visible key is selected, whatever `topk` says: the indexer learns from dense attention.
 
+    Where heads are cut over ranks, as by tensor parallelism, each rank calls it with heads of its own and with all of the other
+    tensors, and `heads` is the mesh of these ranks: the loss is that of all heads, the same on each, as is the gradient of the
+    indexer's tensors; the gradients of kv_latent and k_rope are each rank's share of a sum.
+
     Raises:
         ConfigError: one of another type or size.
     """
+
+    heads: DeviceMesh | None = None
 
     def __init__(self, topk: int, is_dense: bool = False) -> None:
         super().__init__()
@@ -69,7 +79,9 @@ class SparseAttention(nn.Module):
         tensors = (q, kv_latent, k_rope, q_index, k_index, w_index)
         call = read_sparse(self, tensors, {"scale": scale})
         shape = shape_of(call)
-        program = alone(shape, q.device.type)
+        if self.heads is not None:
+            shape = replace(shape, head_ranks=self.heads.size())
+        program = alone(shape, q.device.type, self.heads)
         results = program.results({n: [x] for n, x in call.tensors.items()}, scale)
         return results["out"][0], results["indexer_loss"][0]
 
@@ -170,11 +182,17 @@ def shape_of(call: Call) -> Shape:
     )
 
 
-@lru_cache(maxsize=32)
-def alone(shape: Shape, device: str) -> Program:
-    """The same steps on one rank."""
+def plan_alone(shape: Shape) -> Plan:
+    """The same steps on one rank, by the kernels that `auto` takes."""
     steps = (LightningIndexer(name="select"), Sparse(name="attend"), IndexerLoss(name="learn"))
     mesh = Mesh(axes=(), sizes=())
     composition = Composition(name="alone", mesh=mesh, layout=Contiguous(), steps=steps, recompute="all")
-    plan = prove(composition, shape, mask_of("causal", shape.sequence))
-    return Program(plan, Target(ranks=(0,), device=device, communicator=None))
+    return prove(composition, shape, mask_of("causal", shape.sequence))
+
+
+@lru_cache(maxsize=32)
+def alone(shape: Shape, device: str, heads: DeviceMesh | None = None) -> Program:
+    """That plan, to be run in this process, beside those that hold other heads of the same queries."""
+    plan = plan_alone(shape)
+    others = None if heads is None else c10d.beside(plan, 0, heads)
+    return Program(plan, Target(ranks=(0,), device=device, communicator=None, heads=others))

@@ -476,11 +476,11 @@ def test_jobs_that_do_not_know_the_indexer_are_refused(titan: SimpleNamespace) -
     args, job = titan.sizes(), titan.JobConfig()
     args.update_from_config(job)
     assert args.max_seq_len == job.training.seq_len
-    job.parallelism.tensor_parallel_degree = job.parallelism.context_parallel_degree = 2
+    job.parallelism.context_parallel_degree = 2
     job.compile.enable = True
     with pytest.raises(ConfigError) as caught:
         args.update_from_config(job)
-    names = ("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree", "compile.components")
+    names = ("parallelism.context_parallel_degree", "compile.components")
     assert [p.key for p in caught.value.problems] == [f"titan.{name}" for name in names]
 
 

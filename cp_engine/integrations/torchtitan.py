@@ -91,7 +91,7 @@ def _latent_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _indexer_problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """An indexer that nothing teaches would select by chance; one that learns from a share of the heads, by another loss."""
+    """An indexer that nothing teaches would select by chance."""
     cp = config["cp"]
     assert isinstance(cp, Mapping)
     steps = read(cp, None).steps
@@ -100,10 +100,6 @@ def _indexer_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         rule = ("rule", "an indexer learns from its loss alone")
         tries = ("+attention@cp.steps.learn=indexer_loss", "'cp.order=[...,learn]'")
         yield Problem(key="cp.order", what="no step makes the loss of the indexer", details=(rule,), tries=tries)
-    key = "titan.parallelism.tensor_parallel_degree"
-    if selects and (tensor := int(str(value_of(config, key)))) > 1:
-        what = f"is {tensor}, and the indexer learns from all heads of a query, which tensor parallelism cuts"
-        yield Problem(key=key, what=what, tries=(f"{key}=1",))
 
 
 def _compile_problems(config: Mapping[str, object]) -> Iterator[Problem]:

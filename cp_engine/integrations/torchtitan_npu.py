@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torchtitan.config import JobConfig
 from torchtitan.tools.utils import device_type
@@ -120,7 +121,8 @@ class LayerLosses:
     def _add(self, module: nn.Module, args: tuple[object, ...], result: tuple[Tensor, Tensor]) -> None:
         is_repeated = torch._C._current_graph_task_id() != -1  # inside a backward: a checkpoint's recompute
         if module.training and torch.is_grad_enabled() and not is_repeated:
-            loss = result[0].detach().sum() * self._tokens
+            found = result[0].detach()  # under tensor parallelism spread over ranks, the same on each
+            loss = (found.to_local() if isinstance(found, DTensor) else found).sum() * self._tokens
             self._sum = loss if self._sum is None else self._sum + loss
 
 

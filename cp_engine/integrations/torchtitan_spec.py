@@ -69,7 +69,7 @@ def _attention_sizes(args: BaseModelArgs, tensor: int) -> dict[str, int]:
             "index_dim": int(sizes["index_head_dim"]),
             "topk": selected,
         }
-        return {"heads": heads, "kv_heads": 1, "head_dim": latent + rope, "v_head_dim": latent, **index}
+        return {"heads": heads // tensor, "kv_heads": 1, "head_dim": latent + rope, "v_head_dim": latent, **index}
     if "qk_nope_head_dim" in sizes:  # multi-head latent attention: the rotary part is appended to each key
         head_dim = int(sizes["qk_nope_head_dim"]) + int(sizes["qk_rope_head_dim"])
         v_head_dim = int(sizes["v_head_dim"])

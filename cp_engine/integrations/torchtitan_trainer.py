@@ -70,7 +70,8 @@ class CompositionTrainer(IndexerTrainer):
         companions: Declared | None = None,
     ) -> None:
         super().__init__(job_config)
-        self.cp = ContextParallel(plan, self.parallel_dims.get_optional_mesh("cp"), self.device.type, kernels)
+        mesh, heads = (self.parallel_dims.get_optional_mesh(name) for name in ("cp", "tp"))
+        self.cp = ContextParallel(plan, mesh, self.device.type, kernels, heads)
         self._report = report
         self._declared = companions or Declared()
         self._has_trained = False

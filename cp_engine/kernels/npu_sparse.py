@@ -92,10 +92,11 @@ class SparseLimits:
     Args:
         dtypes: of all tensors.
         latent_dim, rope_dim, index_dim: the only ones.
-        heads: query heads; the loss needs all of them.
+        heads: query heads, those of tensor-parallel ranks together, which the loss takes; attention takes any share of them.
         index_heads: of the indexer.
         selected: keys of each query.
-        local_sequence: most queries of one call.
+        batch: most sequences of one call.
+        local_sequence: most queries of one.
         sequence: most keys.
     """
 
@@ -106,6 +107,7 @@ class SparseLimits:
     heads: tuple[int, ...] = (32, 64, 128)
     index_heads: tuple[int, ...] = (8, 16, 32, 64)
     selected: tuple[int, ...] = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8192)
+    batch: int = 256
     local_sequence: int = 8192
     sequence: int = 131072
 
@@ -117,7 +119,7 @@ class SparseLimits:
             ("a latent of", shape.latent_dim, (self.latent_dim,)),
             ("rotary keys of", shape.rope_dim, (self.rope_dim,)),
             ("index heads as wide as", shape.index_dim, (self.index_dim,)),
-            ("query heads", shape.heads, self.heads),
+            ("query heads", shape.heads * shape.head_ranks, self.heads),
             ("index heads", shape.index_heads, self.index_heads),
             ("selections of", shape.selected, self.selected),
         ):
@@ -127,6 +129,8 @@ class SparseLimits:
             return f"computes causal attention, not {call.mask}"
         if not call.has_runs:
             return "takes queries that are neighbours, and a rank's are not"
+        if shape.batch > self.batch:
+            return f"takes {self.batch} sequences at most, not {shape.batch}"
         if call.local_sequence > self.local_sequence or shape.sequence > self.sequence:
             return f"takes {self.local_sequence} queries and {self.sequence} keys at most"
         if not call.has_all_heads:
@@ -148,6 +152,7 @@ class NPUSparse:
     summary = "npu_lightning_indexer, npu_sparse_flash_attention and their gradients"
     devices = ("npu", "npu_reference")
     limits = SparseLimits()
+    learns_from_heads = True
 
     def refusal(self, call: SparseCall) -> str | None:
         if call.device not in self.devices:

@@ -10,6 +10,7 @@ for all heads (the absorbed form of multi-head latent attention). Half types are
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1; absorbed form: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +156,14 @@ class Attended:
     keys: Tensor
     lse: Tensor
     scale: float
+
+    def all_heads(self, together: Callable[[Tensor], Tensor]) -> "Attended":
+        """The same with the heads of other ranks.
+
+        Args:
+            together: [B, H, ...] of each of these ranks -> their heads side by side, in one order.
+        """
+        return Attended(together(self.q), self.keys, together(self.lse), self.scale)
 
     def share(self, b: int, chunk: Chunk, keys: Picked) -> Tensor:
         """[c, n], of a chunk of queries."""

@@ -15,6 +15,8 @@ class SparseKernel(Protocol):
 
     name: str
     summary: str
+    learns_from_heads: bool
+    """Whether its loss takes the queries of all heads, and not what they attend to."""
 
     def refusal(self, call: SparseCall) -> str | None:
         """Why the kernel cannot do a call; None when it can."""
@@ -45,6 +47,7 @@ class TorchSparse:
 
     name = "torch"
     summary = "torch operations, any device, mask and size"
+    learns_from_heads = False
     select = staticmethod(sparse.select)
     attend = staticmethod(sparse.attend)
     attend_backward = staticmethod(sparse.attend_backward)

@@ -36,6 +36,10 @@ class SparseStep(Step):
         calls = (kernel.calls(sight) for sight in sights(planned, *self.sees, plan, target))
         return kernel.told(self.work, plan.shape.selected), tuple(calls)
 
+    def beside(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[str, int] | None:
+        """What goes between ranks with other heads of the same queries, and bytes that leave each for it; None where nothing does."""
+        return None
+
     def kernel_for(self, plan: Plan, device: str) -> tuple[SparseKernel, str]:
         """The kernel that runs, and why it is that one.
 

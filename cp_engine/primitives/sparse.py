@@ -30,7 +30,7 @@ from cp_engine.primitives.selection import (
 )
 from cp_engine.redistribute import Redistribution, Target
 from cp_engine.shape import INDEX, counts
-from cp_engine.sparse import LearnOperation, SelectOperation, SparseOperation
+from cp_engine.sparse import Beside, LearnOperation, SelectOperation, SparseOperation
 from cp_engine.transfer import Table, Transfer
 
 
@@ -167,26 +167,39 @@ class IndexerLoss(SparseStep):
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         made = sum(counts(planned.layout_before(t), plan.part, t) * plan.shape.bytes_of(t) for t in self.uses[:3])
-        if self.sum:
+        if self.sum or plan.shape.head_ranks > 1:
             made = made + counts(planned.layout_before("q"), plan.part, "target") * plan.shape.bytes_of("target")
         found = cost(plan, made)
         sent = tuple(int(b) for b in self.links(planned, plan)[0].sum(1))
         return replace(found, bytes_sent=(sent, found.bytes_sent[1]), collectives=(int(any(sent)), 0))
 
+    def beside(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[str, int] | None:
+        if plan.shape.head_ranks == 1:
+            return None
+        what, like, moved = "what heads attend to is summed", "q_index", ["target"]
+        if self.kernel_for(plan, device)[0].learns_from_heads:
+            what, like, moved = "the queries of all heads are gathered", "q", ["q", "lse"]
+        sent = sum(counts(planned.layout_before(like), plan.part, t) * plan.shape.bytes_of(t) for t in moved)
+        return what, int(np.max(sent)) * (plan.shape.head_ranks - 1)
+
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
-        exchange = None
+        exchange = beside = None
         if self.sum:
             exchange = Redistribution([t.adjoint for t in planned.transfers], target, (("target",),))
+        if (ranks := plan.shape.head_ranks) > 1:
+            assert target.heads is not None, "whoever runs such a plan brings the way to these ranks"
+            beside = Beside(target.heads.channel(tuple(range(ranks))))
         return LearnOperation(
             sights(planned, "q", "kv_latent", plan, target),
             sights(planned, *self.sees, plan, target),
             [planned.layout_before("topk").sequence[r] for r in target.ranks],
             exchange,
+            beside,
             self.kernel_for(plan, target.device)[0],
         )
 
     def _require_all_heads(self, state: State, q: Layout) -> None:
-        """The heads of a query are on one rank, or on those along `sum`, each once."""
+        """The heads of a query that are in the plan are on one rank, or on those along `sum`, each once."""
         total = state.shape.heads
         for group in state.mesh.groups(self.sum):
             held = sum(q.heads[r].count for r in group)

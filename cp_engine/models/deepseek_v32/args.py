@@ -64,7 +64,6 @@ class DeepSeekV32ModelArgs(DeepSeekV3ModelArgs):  # type: ignore[misc]
         """
         parallelism = job_config.parallelism
         refused = [
-            ("tensor", parallelism.tensor_parallel_degree, "torchtitan's plan for it has no entry for the indexer"),
             ("context", parallelism.context_parallel_degree, "torchtitan's own cannot cut sparse attention"),
         ]
         problems = [

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.utils import trunc_normal_
 
 from cp_engine.errors import CallError, Problem
@@ -11,6 +12,15 @@ from cp_engine.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from cp_engine.models.deepseek_v32.indexer import Indexer, IndexerLoss, carry
 from cp_engine.models.deepseek_v32.rotary import rotate_pairs
 from cp_engine.sparse_attention import SparseAttention
+
+
+def here(x: Tensor) -> Tensor:
+    """What this rank holds of a tensor that tensor parallelism spreads; of one that every rank holds whole, each rank's gradient is
+    its share of the sum, since each computes with heads of its own."""
+    if not isinstance(x, DTensor):
+        return x
+    local: Tensor = x.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in x.placements])
+    return local
 
 
 class Attention(nn.Module):
@@ -32,6 +42,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_heads, self.latent_dim, self.rope_dim = args.n_heads, args.kv_lora_rank, args.qk_rope_head_dim
         self.nope_dim, self.v_head_dim = args.qk_nope_head_dim, args.v_head_dim
+        self.q_lora_rank = args.q_lora_rank  # read by torchtitan's plan for tensor parallelism
         self.wq_a = nn.Linear(args.dim, args.q_lora_rank, bias=False)
         self.q_norm = nn.RMSNorm(args.q_lora_rank, eps=args.norm_eps)
         self.wq_b = nn.Linear(args.q_lora_rank, self.n_heads * (self.nope_dim + self.rope_dim), bias=False)
@@ -68,17 +79,30 @@ class Attention(nn.Module):
             raise CallError([Problem(key="call.attention_masks", what=what)])
         weight = self.indexer_loss.require_weight() if self.training and torch.is_grad_enabled() else None
         q_latent = self.q_norm(self.wq_a(x))
-        index = self.indexer(x.detach(), q_latent.detach(), freqs_cis, positions)
-        q = self.wq_b(q_latent).unflatten(-1, (self.n_heads, -1))
-        q_nope, q_rope = q.split([self.nope_dim, self.rope_dim], -1)
         latent, k_rope = self.wkv_a(x).split([self.latent_dim, self.rope_dim], -1)
+        # from here on what this rank computes, which under tensor parallelism are some of the heads
+        q, latent, k_rope, up = (
+            here(y) for y in (self.wq_b(q_latent), self.kv_norm(latent), k_rope, self.wkv_b.weight)
+        )
+        read, q_latent, freqs_cis = (here(y) for y in (x.detach(), q_latent.detach(), freqs_cis))
+        positions = None if positions is None else here(positions)
+        q_index, k_index, w_index = self.indexer(read, q_latent, freqs_cis, positions)
+        q_nope, q_rope = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split([self.nope_dim, self.rope_dim], -1)
         q_rope, k_rope = (
             rotate_pairs(y, freqs_cis, positions, interleaved=True) for y in (q_rope, k_rope.unsqueeze(2))
         )
-        up_k, up_v = self.wkv_b.weight.unflatten(0, (self.n_heads, -1)).split([self.nope_dim, self.v_head_dim], 1)
+        up_k, up_v = up.unflatten(0, (q_nope.shape[2], -1)).split([self.nope_dim, self.v_head_dim], 1)
         q = torch.cat((torch.einsum("bshn,hnl->bhsl", q_nope, up_k), q_rope.transpose(1, 2)), -1)
-        latent = self.kv_norm(latent).to(q.dtype).unsqueeze(1)  # under autocast a norm returns float32
-        out, loss = self.inner_attention(q, latent, k_rope.transpose(1, 2), *index, scale=self.softmax_scale)
+        latent = latent.to(q.dtype).unsqueeze(1)  # under autocast a norm returns float32
+        out, loss = self.inner_attention(
+            q,
+            latent,
+            k_rope.transpose(1, 2),
+            q_index=q_index,
+            k_index=k_index,
+            w_index=w_index,
+            scale=self.softmax_scale,
+        )
         out = self.wo(torch.einsum("bhsl,hvl->bshv", out, up_v).flatten(2))
         if self.training:
             self.indexer_loss.add(loss)

@@ -15,13 +15,13 @@ from torchtitan.config import Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
-from torchtitan.models.deepseek_v3 import parallelize_deepseekv3
 from torchtitan.models.deepseek_v3.model.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.models.moe import MoEArgs
 from torchtitan.protocols.train_spec import TrainSpec
 
 from cp_engine.models.deepseek_v32.args import DeepSeekV32ModelArgs
 from cp_engine.models.deepseek_v32.model import DeepSeekV32Model
+from cp_engine.models.deepseek_v32.parallelize import parallelize
 
 INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 """The indexer's parameters, called alike in the public checkpoint."""
@@ -148,7 +148,7 @@ def get_train_spec() -> TrainSpec:
     return TrainSpec(
         model_cls=DeepSeekV32Model,
         model_args=flavors(),
-        parallelize_fn=parallelize_deepseekv3,
+        parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
         build_optimizers_fn=build_optimizers_of_stage,
         build_lr_schedulers_fn=build_lr_schedulers,
