@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_engine import cli, devices, verify, verify_attention
-from cp_engine.compose import compose
-from cp_engine.errors import ConfigError, CPError
-from cp_engine.kernels import npu_fusion, npu_sparse
+from cp_engine import cli, devices, verify
+from cp_engine.errors import ConfigError, CPError, KernelError
+from cp_engine.kernels import npu_fusion
 from cp_engine.mask import mask_of
 from cp_engine.npu.stand_in import stand_in
 from cp_engine.plan import Plan
-from cp_engine.schema import plan_from_config
 from cp_engine.shape import Shape
 from cp_engine.tiles import in_fewer_calls, tiling
 from tests import regenerate_npu_schemas as schemas
@@ -143,29 +141,6 @@ def fitting_plan(preset: str, degree: int, mask: dict[str, object]) -> Plan | No
         return None
 
 
-def test_sparse_attention_on_two_ranks_is_that_of_one_rank_and_a_scaled_loss_is_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cp, taken = compose("dsa"), verify_attention.TAKEN
-    plans = [plan_from_config({**cp, "degree": n}, shape=taken, mask={"kind": "causal"}) for n in (2, 1)]
-    rows = verify.against_one_rank(*plans, devices.REHEARSAL)
-    assert [row.name for row in rows if not row.is_good] == [] and {"out", "dq_index", "dkv_latent", "topk"} <= {
-        r.name for r in rows
-    }
-    smaller = replace(taken, index_heads=8, sequence=1088)
-    plans = [plan_from_config({**cp, "degree": n}, shape=smaller, mask={"kind": "causal"}) for n in (2, 1)]
-    learn = npu_sparse.NPUSparse.learn
-
-    def scaled(self: object, index: object, topk: Tensor, sight: object, source: object) -> object:
-        loss, grads = learn(self, index, topk, sight, source)  # type: ignore[arg-type]
-        degree = smaller.sequence // sight.queries.count  # type: ignore[attr-defined]
-        return loss, type(grads)(*(x * degree for x in grads))
-
-    monkeypatch.setattr(npu_sparse.NPUSparse, "learn", scaled)
-    rows = verify.against_one_rank(*plans, devices.REHEARSAL)
-    assert {row.name for row in rows if not row.is_good} == {"dq_index", "dk_index", "dw_index"}
-
-
 def test_a_mask_from_the_wrong_corner_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("allgather_kv", degree=2, shape=SHAPE)
     assert all(row.is_good for row in verify.in_one_process(plan, MASKS[0], devices.REHEARSAL, "float32"))
@@ -173,6 +148,43 @@ def test_a_mask_from_the_wrong_corner_is_seen(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(npu_fusion, "_masking", lambda *a: {**masking(*a), "sparse_mode": 2})
     rows = verify.in_one_process(plan, MASKS[0], devices.REHEARSAL, "float32")
     assert "out" in {row.name for row in rows if not row.is_good}
+
+
+def test_more_documents_than_a_call_takes_go_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents, calls = 650, list[int]()
+    shape = replace(SHAPE, batch=2, sequence=2 * documents, heads=2, kv_heads=1, head_dim=4, v_head_dim=4)
+    mask = {"kind": "document", "starts": [*range(0, 2 * documents, 2)]}
+    parts = npu_fusion._parts
+
+    def counted(*given: object) -> Iterator[npu_fusion._Part]:
+        for part in parts(*given):  # type: ignore[arg-type]
+            calls.append(len(part.named["actual_seq_qlen"]))  # type: ignore[arg-type]
+            yield part
+
+    monkeypatch.setattr(npu_fusion, "_parts", counted)
+    plan = plan_of("none", shape=shape, mask=mask, degree=1)
+    rows = verify.in_one_process(plan, mask, devices.REHEARSAL, "float32")
+    assert [row for row in rows if not row.is_good] == [] and {r.name for r in rows} >= {"out", "dq", "dk", "dv"}
+    assert calls == [1024, 276, 1024, 276], calls  # forward and backward
+    assert [len(g) for g in npu_fusion._groups([(2**19, 2**19), (1, 2**19), (5, 5), (2**20, 1)])] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("ends", ["actual_seq_qlen", "actual_seq_kvlen"])
+def test_documents_that_end_one_token_off_are_seen(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, parts = plan_of("none", degree=1, shape=SHAPE, mask=MASKS[2]), npu_fusion._parts
+
+    def shifted(*given: object) -> Iterator[npu_fusion._Part]:
+        for part in parts(*given):  # type: ignore[arg-type]
+            *all_but, last = part.named[ends]  # type: ignore[misc]
+            yield part._replace(named={**part.named, ends: [*(end + 1 for end in all_but), last]})
+
+    monkeypatch.setattr(npu_fusion, "_parts", shifted)
+    try:
+        rows = verify.in_one_process(plan, MASKS[2], devices.REHEARSAL, "float32")
+    except KernelError as error:  # queries that see nothing
+        assert "hides every key" in str(error)
+    else:
+        assert {"out", "dk"} <= {row.name for row in rows if not row.is_good}
 
 
 def test_tiles_are_joined_for_a_kernel_that_takes_them() -> None:
