@@ -65,6 +65,8 @@ def of_engine(plan: object, mesh: object, device: object, kernels: object, heads
     problems = wrong("plan", plan, Plan, "a plan", "cp_engine.compile('ulysses', mesh=mesh, ...)")
     problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
     problems += wrong("heads", heads, (DeviceMesh, NoneType), "a DeviceMesh or None")
+    if isinstance(heads, DeviceMesh) and heads.ndim != 1:
+        problems.append(Problem(key="heads", what=f"has {heads.ndim} dims, and a mesh of one is needed"))
     if mesh is None and isinstance(plan, Plan) and plan.degree > 1:
         problems.append(Problem(key="mesh", what=f"is missing, and the plan is for {plan.degree} ranks", tries=(MESH,)))
     if heads is None and isinstance(plan, Plan) and plan.shape.head_ranks > 1:

@@ -204,22 +204,21 @@ def _group(world_ranks: list[int]) -> dist.ProcessGroup:
     return groups[tuple(world_ranks)]
 
 
-def beside(plan: Plan, rank: int, heads: DeviceMesh) -> GroupCommunicator:
+def beside(plan: Plan, rank: int, group: dist.ProcessGroup) -> GroupCommunicator:
     """Reaches the ranks that hold the other heads of the queries of this one, and compares the plan between them.
 
     Args:
         plan: equal on all of them.
         rank: this process's plan rank, the same on all of them.
-        heads: 1-D, over these ranks.
+        group: of these ranks.
 
     Raises:
-        CallError: the mesh does not fit, or plans or plan ranks differ.
+        CallError: the group does not fit, or plans or plan ranks differ.
     """
-    if heads.ndim != 1 or heads.size() != plan.shape.head_ranks:
-        what = f"has sizes {list(heads.mesh.shape)}, and the heads of a query lie on {plan.shape.head_ranks} ranks"
-        raise CallError([Problem(key="heads", what=what)], plan.name)
-    group = heads.get_group()
     ranks = tuple(dist.get_process_group_ranks(group))
+    if len(ranks) != plan.shape.head_ranks:
+        what = f"has {len(ranks)} ranks, and the heads of a query lie on {plan.shape.head_ranks}"
+        raise CallError([Problem(key="heads", what=what)], plan.name)
     _require_equal(plan, group, ranks, "")
     places = [-1] * len(ranks)
     dist.all_gather_object(places, rank, group=group)

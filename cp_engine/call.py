@@ -52,6 +52,7 @@ class Call:
         mask: what a query may see.
         enable_gqa: whether there may be fewer kv heads than heads.
         topk: keys that an indexer selects for a query; None where the module has none.
+        head_ranks: ranks that hold heads of its queries, this one included, as `Shape.head_ranks`; None where the module does not know.
         finish: makes the module's result of out [B, H, S_local, Dv], the losses and the length of the whole sequence.
     """
 
@@ -61,6 +62,7 @@ class Call:
     mask: Carried = True
     enable_gqa: bool = False
     topk: int | None = None
+    head_ranks: int | None = None
     finish: Callable[[Tensor, Mapping[str, Tensor], int], object] = _out
 
 

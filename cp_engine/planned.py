@@ -196,6 +196,7 @@ class PlannedAttention:
             and ((call.mask is True and self._is["causal"]) or self._carries_the_mask(call))
             and (call.enable_gqa or not self._can_have_gqa)
             and self._selects_alike(call)
+            and call.head_ranks in (None, self.plan.shape.head_ranks)
             and {n: tuple(x.shape) for n, x in call.parameters.items()} == self._parameter_sizes
         ):
             problems = self._differences(call)
@@ -237,6 +238,9 @@ class PlannedAttention:
         if not self._selects_alike(call):
             what = f"is {call.topk}, and the plan was proved for {shape.topk}"
             problems.append(Problem(key="call.topk", what=what, details=(RULE,), tries=(f"shape.topk={call.topk}",)))
+        if call.head_ranks not in (None, shape.head_ranks):
+            what = f"lie on {call.head_ranks} ranks, and the plan was proved for {shape.head_ranks}"
+            problems.append(Problem(key="call.heads", what=what, details=(RULE,)))
         if not call.enable_gqa and self._can_have_gqa:
             what = f"is False, with {plan.shape.heads} heads and {plan.shape.kv_heads} kv heads"
             problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))

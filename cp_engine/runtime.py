@@ -55,7 +55,9 @@ class ContextParallel:
         if mesh is not None and plan.degree > 1:
             self._communicator, self.rank = connect(plan, mesh)
         self.device = device or (mesh.device_type if mesh is not None else "cpu")
-        beside = None if heads is None or plan.shape.head_ranks == 1 else c10d.beside(plan, self.rank, heads)
+        beside = None
+        if heads is not None and plan.shape.head_ranks > 1:
+            beside = c10d.beside(plan, self.rank, heads.get_group())
         self._target = Target(
             ranks=(self.rank,), device=kernels or self.device, communicator=self._communicator, heads=beside
         )

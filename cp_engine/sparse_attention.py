@@ -1,11 +1,11 @@
 """DeepSeek sparse attention as a module: one process computes it as it is, an engine cuts it over ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,9 +79,7 @@ class SparseAttention(nn.Module):
         tensors = (q, kv_latent, k_rope, q_index, k_index, w_index)
         call = read_sparse(self, tensors, {"scale": scale})
         shape = shape_of(call)
-        if self.heads is not None:
-            shape = replace(shape, head_ranks=self.heads.size())
-        program = alone(shape, q.device.type, self.heads)
+        program = alone(shape, q.device.type, None if self.heads is None else self.heads.get_group())
         results = program.results({n: [x] for n, x in call.tensors.items()}, scale)
         return results["out"][0], results["indexer_loss"][0]
 
@@ -123,6 +121,7 @@ def read_sparse(module: nn.Module, args: Sequence[object], named: Mapping[str, o
         tensors=side_by_side(found),
         scale=float(scale),
         topk=torch.iinfo(torch.int32).max if module.is_dense else module.topk,
+        head_ranks=1 if module.heads is None else module.heads.size(),
         finish=lambda out, losses, sequence: (out, losses["indexer_loss"]),
     )
 
@@ -179,6 +178,7 @@ def shape_of(call: Call) -> Shape:
         index_heads=index_heads,
         index_dim=t["q_index"].shape[3] // index_heads,
         topk=min(call.topk or 0, sequence),
+        head_ranks=call.head_ranks or 1,
     )
 
 
@@ -191,8 +191,8 @@ def plan_alone(shape: Shape) -> Plan:
 
 
 @lru_cache(maxsize=32)
-def alone(shape: Shape, device: str, heads: DeviceMesh | None = None) -> Program:
-    """That plan, to be run in this process, beside those that hold other heads of the same queries."""
+def alone(shape: Shape, device: str, heads: dist.ProcessGroup | None = None) -> Program:
+    """That plan, to be run in this process, beside those of a group that hold other heads of the same queries."""
     plan = plan_alone(shape)
     others = None if heads is None else c10d.beside(plan, 0, heads)
     return Program(plan, Target(ranks=(0,), device=device, communicator=None, heads=others))

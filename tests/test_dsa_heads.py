@@ -171,14 +171,30 @@ def without_or_wrong() -> list[str]:
             ContextParallel(plan, mesh["cp"], "cpu", heads=heads)
         except CallError as error:
             said.append(str(error))
+    module, engine = (
+        SparseAttention(SHAPE.topk),
+        ContextParallel(
+            plan_from_config(compose("dsa"), shape=SHAPE, mask={"kind": "causal"}, world_degree=2), mesh["cp"], "cpu"
+        ),
+    )
+    module.heads, tensors = mesh["tp"], verify.inputs_of(engine.plan)[0]
+    local = {n: engine.shard(x, dim=2) for n, x in tensors.items()}
+    heads_of = {n: local[n].unflatten(3, (3, -1)).squeeze(1).transpose(1, 2) for n in ("q_index", "w_index")}
+    try:
+        with engine.context(module):
+            module(**{**local, **heads_of}, scale=0.3)
+    except CallError as error:
+        said.append(str(error))
+    engine.close()
     return said
 
 
 def test_an_engine_without_the_ranks_of_the_other_heads_is_refused(four: World) -> None:
-    for missing, size, same in four.run(without_or_wrong):  # type: ignore[misc]
+    for missing, size, same, module in four.run(without_or_wrong):  # type: ignore[misc]
         assert "heads  is missing, and the heads of a query lie on 2 ranks" in missing
-        assert "has sizes [2], and the heads of a query lie on 4 ranks" in size
+        assert "has 2 ranks, and the heads of a query lie on 4" in size
         assert "joins the plan ranks [0, 1]" in same
+        assert "call.heads  lie on 2 ranks, and the plan was proved for 1" in module
 
 
 @pytest.mark.parametrize(("heads", "ranks", "taken"), [(8, 4, True), (32, 4, True), (8, 2, False), (64, 4, False)])

@@ -44,7 +44,7 @@ def test_a_model_without_an_indexer_is_refused_with_the_reason(launch: Callable[
 SINGLE = ("+titan.parallelism.data_parallel_shard_degree=2", "titan.training.local_batch_size=1")
 EXPERTS = (*SINGLE, "+titan.parallelism.expert_parallel_degree=2")
 TENSOR = ("+titan.parallelism.tensor_parallel_degree=2", "titan.training.seq_len=128")
-FULL = ("titan.activation_checkpoint.mode=full",)
+FULL, SKIP = ("titan.activation_checkpoint.mode=full",), "cp.recompute=skip_attention"
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ FULL = ("titan.activation_checkpoint.mode=full",)
     [
         ("dsa", VALIDATION, "parallel"),
         pytest.param("dsa", ("cp.degree=4",), "parallel", marks=pytest.mark.long),
-        pytest.param("dsa", (*FULL, "cp.recompute=skip_attention"), "parallel", marks=pytest.mark.long),
+        pytest.param("dsa", (*FULL, SKIP), "parallel", marks=pytest.mark.long),
         pytest.param("dsa", FULL, "parallel", marks=pytest.mark.long),
         pytest.param("dsa", ("titan.activation_checkpoint.mode=selective",), "parallel", marks=pytest.mark.long),
         pytest.param("dsa", SINGLE, "single", marks=pytest.mark.long),
         pytest.param(
             "dsa", TENSOR, "single", marks=pytest.mark.long
         ),  # every gradient of the model: tests/test_dsa_heads.py
-        pytest.param("dsa_ulysses", (*TENSOR, *FULL), "parallel", marks=pytest.mark.long),
+        pytest.param("dsa_ulysses", (*TENSOR, *FULL, SKIP), "parallel", marks=pytest.mark.long),
         pytest.param("dsa", EXPERTS, "single", marks=pytest.mark.long),
         pytest.param("dsa_ulysses", (), "parallel", marks=pytest.mark.long),
         pytest.param("dsa_ulysses", ("cp.degree=4",), "parallel", marks=pytest.mark.long),

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -74,7 +75,9 @@ class StockRecorder(IndexerTrainer):
 
     def selection(self, call: Call) -> dict[str, Tensor]:
         """`topk` and the indexer's tensors of a call, over the whole sequence."""
-        program = alone(shape_of(call), self.device.type)
+        program = alone(
+            replace(shape_of(call), head_ranks=1), self.device.type
+        )  # what is selected does not depend on heads
         (topk,) = program.made("topk", {n: [x] for n, x in call.tensors.items()}, 1.0)
         return {"topk": topk, **{n: call.tensors[n] for n in INDEX}}
 
