@@ -10,6 +10,16 @@ from cp_engine.shape import Shape
 from cp_engine.training_checks import LATENT_SIZES, SIZES, of_training, unknown_model
 from cp_engine.world import data_parallel, degree_in, integer
 
+OF_A_MODE = {  # key -> the mode that reads it, and the value that asks for nothing
+    "verify.level": ("verify", "attention"),
+    "verify.target": ("verify", "process"),
+    "verify.reference": ("verify", "parallel"),
+    "explain.format": ("explain", "text"),
+    "translate.to": ("translate", "experiment"),
+    "translate.force": ("translate", False),
+    "out": ("translate", None),
+}
+
 
 def check(config: Mapping[str, object]) -> None:
     """Refuses a configuration that cannot run.
@@ -50,7 +60,17 @@ def problems(config: Mapping[str, object], typed: Sequence[str] = ()) -> list[Pr
 def first_problems(config: Mapping[str, object]) -> list[Problem]:
     """Names, types and degrees, which a plan asks for too."""
     found = [*key_problems(config), *torchtitan_reads.replaced(config)]
-    return found or [*_degree_problems(config), *_head_problems(config), *_verify_problems(config)]
+    of_values = (_mode_problems, _degree_problems, _head_problems, _verify_problems)
+    return found or [problem for problems_of in of_values for problem in problems_of(config)]
+
+
+def _mode_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """What another mode reads: `verify.level=training` without `mode=verify` would train, and compare nothing."""
+    for key, (mode, nothing) in OF_A_MODE.items():
+        value, chosen = value_of(config, key), config["mode"]
+        if value != nothing and chosen != mode:
+            what = f"is {torchtitan_reads.shown(value)}, and mode={chosen} does not read it"
+            yield Problem(key=key, what=what, tries=(f"mode={mode}", torchtitan_reads.assigned(key, nothing)))
 
 
 def _head_problems(config: Mapping[str, object]) -> Iterator[Problem]:
@@ -76,6 +96,10 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key="verify.target", what=what, tries=("verify.target=process",))
     if config["mode"] != "verify" or needs_ranks(config):
         return
+    if (reference := value_of(config, "verify.reference")) != "parallel":
+        what = f"is {reference}, and verify.level=attention compares with dense attention in one process"
+        tries = ("verify.level=training", "verify.reference=parallel")
+        yield Problem(key="verify.reference", what=what, tries=tries)
     if value_of(config, "launch.device") == devices.REHEARSAL:
         return  # which dtype its operators take depends on the plan
     rule = ("rule", "verify.level=attention computes in float64 on cpu, whatever the job's own dtype and device")

@@ -220,3 +220,24 @@ def test_unknown_model_with_all_sizes_can_be_planned(changed: Callable[..., Conf
     config = changed(titan__model__name="mine", mode="explain", **{f"shape__{name}": n for name, n in sizes.items()})
     job.check(config)
     assert job.shape_of(config).kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "line"),
+    [
+        ("verify.level", "training", "mode=verify"),
+        ("verify.target", "ranks", "mode=verify"),
+        ("verify.reference", "single", "mode=verify"),
+        ("explain.format", "json", "mode=explain"),
+        ("translate.force", True, "mode=translate"),
+        ("out", "mine.yaml", "mode=translate"),
+    ],
+)
+def test_key_of_another_mode_is_refused(changed: Callable[..., Config], key: str, value: object, line: str) -> None:
+    problem = refused(changed(**{key: value}))[key]
+    assert "mode=train does not read it" in problem.what and problem.tries[0] == line
+
+
+def test_reference_that_an_attention_is_not_compared_with_is_refused(changed: Callable[..., Config]) -> None:
+    problem = refused(changed(mode="verify", verify__reference="single"))["verify.reference"]
+    assert problem.tries == ("verify.level=training", "verify.reference=parallel")
