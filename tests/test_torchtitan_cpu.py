@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch._utils
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 
@@ -14,6 +15,7 @@ def attributes() -> dict[str, object]:
     """Everything that the stand-ins could touch."""
     found: dict[str, object] = {f"cpu.{name}": value for name, value in vars(torch.cpu).items()}
     found["get_total_norm"] = torch.nn.utils.get_total_norm
+    found["accelerator"] = torch.accelerator.current_accelerator
     return {**found, "histc": torch.histc, "device_type": torch._utils._get_available_device_type}
 
 
@@ -115,3 +117,14 @@ def test_a_norm_that_torch_adds_up_well_is_left_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", own)
     with cpu_shims():
         assert torch.nn.utils.get_total_norm is own
+
+
+def test_job_on_a_cpu_finds_no_accelerator_where_torch_is_built_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_a_build_for_cuda(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", of_a_build_for_cuda)
+    with cpu_shims():
+        mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 128, 128)
+    assert mask.kv_num_blocks.device.type == "cpu"
+    assert torch.accelerator.current_accelerator is of_a_build_for_cuda

@@ -28,6 +28,8 @@ def cpu_shims() -> Iterator[None]:
     with ExitStack() as undo:
         if torch._utils._get_available_device_type() != "cpu":  # None on a machine without accelerator: cuda is assumed
             _replace(undo, torch._utils, "_get_available_device_type", lambda: "cpu")
+        if torch.accelerator.current_accelerator() is not None:  # masks of flex attention would be made there
+            _replace(undo, torch.accelerator, "current_accelerator", _no_accelerator)
         for name, stand_in in _MEMORY_MONITOR:
             if not hasattr(torch.cpu, name):
                 _replace(undo, torch.cpu, name, stand_in)
@@ -42,6 +44,10 @@ def cpu_shims() -> Iterator[None]:
         if not _adds_up(torch.nn.utils.get_total_norm):
             _replace(undo, torch.nn.utils, "get_total_norm", _total_norm_of(torch.nn.utils.get_total_norm))
         yield
+
+
+def _no_accelerator(check_available: bool = False) -> None:
+    """What a build of torch for a CPU says; one for CUDA names CUDA, also on a machine that has no such device."""
 
 
 def reduce_by_sum(model: torch.nn.Module) -> None:
