@@ -48,7 +48,7 @@ def problems(config: Mapping[str, object], typed: Sequence[str] = ()) -> list[Pr
     found = first_problems(config)
     if found or not needs_ranks(config):
         return found
-    if found := list(versions.problems()):
+    if found := list(versions.problems(config)):
         return found  # the checks that follow import them
     from cp_engine import verify_training  # here: it needs torch, and planning does not
 
