@@ -23,6 +23,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT /
 FOLDERS = ("conf", "cp_engine", "docs", "tests", "benchmarks", ".ci")
 REFUSED_STEP = "~cp.steps.gather"
 SPARSE = (ROOT / "tests" / "toml" / "npu_dsa.toml").read_text()
+SWAPPED = "[training]\nlocal_batch_size = 1\n[optimizer]\nswap_optimizer = true\n"
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -41,6 +42,12 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line, comments=True)[2:] for line in lines]
 
 
+def as_plan(arguments: list[str]) -> list[str]:
+    """The same command, only planned: without what another mode alone reads, which explain refuses."""
+    other = ("mode=", "verify.", "translate.", "out=")
+    return [*(a for a in arguments if not a.startswith(other)), "mode=explain"]
+
+
 COMMANDS = [(name, arguments) for name, page in PAGES.items() for arguments in commands(page)]
 LAUNCHED = {
     path.relative_to(ROOT).as_posix(): shlex.split(line)
@@ -56,6 +63,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my" / "cp" / "mine.yaml").write_text(blocks(README, "yaml")[1])
     (tmp_path / "my" / "deepseek_v3.toml").write_text(blocks(README, "toml")[0])
     (tmp_path / "my" / "deepseek_v32.toml").write_text(SPARSE)
+    # of the package's own file, what the command beside it takes away or replaces
+    (tmp_path / "my" / "deepseek_v32_671b_61layers_32k_128die.toml").write_text(f"{SPARSE}\n{SWAPPED}")
     monkeypatch.chdir(tmp_path)
     assert cli.run(["mode=translate", "toml=my/deepseek_v3.toml", "out=my/experiment/deepseek_v3.yaml"]) == 0
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -114,7 +123,7 @@ def test_command_composes_to_a_plan(
     page: str, arguments: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     is_refused = REFUSED_STEP in arguments
-    code = cli.run([*arguments, "mode=explain"])
+    code = cli.run(as_plan(arguments))
     text = capsys.readouterr()
     assert code == is_refused, text.err
     assert "CoverageError" in text.err if is_refused else "proved" in text.out or '"ranks"' in text.out
@@ -165,8 +174,8 @@ def test_command_of_a_configuration_file_composes_to_a_plan(
 ) -> None:
     (folder / "data").mkdir()
     (folder / "data" / "text.jsonl").write_text('{"text": "some words"}\n')
-    arguments = [a.replace("/my/folder", str(folder / "data")) for a in LAUNCHED[file] if not a.startswith("mode=")]
-    code = cli.run([*arguments, "mode=explain"])
+    arguments = as_plan([a.replace("/my/folder", str(folder / "data")) for a in LAUNCHED[file]])
+    code = cli.run(arguments)
     shown = capsys.readouterr()
     assert (code, shown.err) == (0, "") and "proved" in shown.out
     group, name = file.removesuffix(".yaml").split("/")[1:]
