@@ -66,7 +66,7 @@ def compile(
     Raises:
         CPError: all problems, before anything is exchanged between ranks.
     """
-    problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping", "'ulysses'")
+    problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping")
     problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
     problems += wrong("config_dir", config_dir, (str, PathLike, NoneType), "a folder", "config_dir='my'")
     if isinstance(overrides, str):

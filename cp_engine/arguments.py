@@ -62,7 +62,7 @@ def of_length(key: str, x: object, dim: object, length: int, wanted: str) -> lis
 
 def of_engine(plan: object, mesh: object, device: object, kernels: object, heads: object) -> list[Problem]:
     """What is wrong with the arguments of an engine, before any of them is used."""
-    problems = wrong("plan", plan, Plan, "a plan", "cp_engine.compile('ulysses', mesh=mesh, ...)")
+    problems = wrong("plan", plan, Plan, "a plan", "cp_engine.compile(..., mesh=mesh)")
     problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
     problems += wrong("heads", heads, (DeviceMesh, NoneType), "a DeviceMesh or None")
     if isinstance(heads, DeviceMesh) and heads.ndim != 1:

@@ -64,6 +64,19 @@ def first_problems(config: Mapping[str, object]) -> list[Problem]:
     return found or [problem for problems_of in of_values for problem in problems_of(config)]
 
 
+def as_training(config: Mapping[str, object]) -> dict[str, object]:
+    """The configuration of the run that would follow, without what another mode reads."""
+    result: dict[str, object] = {**config, "mode": "train"}
+    for key, (_, nothing) in OF_A_MODE.items():
+        section, _, name = key.rpartition(".")
+        node = result.get(section)
+        if isinstance(node, Mapping):
+            result[section] = {**node, name: nothing}
+        elif not section:
+            result[name] = nothing
+    return result
+
+
 def _mode_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """What another mode reads: `verify.level=training` without `mode=verify` would train, and compare nothing."""
     for key, (mode, nothing) in OF_A_MODE.items():

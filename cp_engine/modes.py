@@ -149,7 +149,7 @@ def _refusals(config: Mapping[str, object], typed: Sequence[str]) -> "Refusals":
     from cp_engine import job
     from cp_engine.training_checks import Refusals, of_training
 
-    train, refusals = {**config, "mode": "train"}, Refusals()
+    train, refusals = job.as_training(config), Refusals()
     try:
         if not job.first_problems(train):
             refusals = of_training(train, typed)

@@ -81,11 +81,11 @@ def test_every_key_of_the_table_is_in_the_composed_configuration(default: Config
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("titan__training__stepz", 3, "titan.training.steps=..."),
-        ("titan__trainin__steps", 3, "titan.training.steps=..."),
-        ("titan__steps", 3, "titan.training.steps=..."),
-        ("launch__npoc", 2, "launch.nproc=..."),
-        ("modee", "train", "mode=..."),
+        ("titan__training__stepz", 3, "titan.training.steps=3"),
+        ("titan__trainin__steps", 3, "titan.training.steps=3"),
+        ("titan__steps", 3, "titan.training.steps=3"),
+        ("launch__npoc", 2, "launch.nproc=2"),
+        ("modee", "train", "mode=train"),
         ("titan__training__steps", "ten", "is str 'ten', not int"),
         ("titan__training__steps", True, "is bool True, not int"),
         ("titan__training__steps", 1.5, "is float 1.5, not int"),

@@ -22,6 +22,7 @@ from cp_engine.comparison import Comparison, compare, read
 from cp_engine.errors import ConfigError
 from cp_engine.integrations import torchtitan, torchtitan_resume
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.keys import shape_table
 from tests.conftest import Result
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -511,7 +512,7 @@ def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
         from cp_engine.integrations.torchtitan_host import job_config
         from cp_engine.integrations.torchtitan_spec import refuse_other_shape
     checked = 0
-    for model, flavors in job.shape_table().items():
+    for model, flavors in shape_table().items():
         for flavor, row in flavors.items():
             config = configured(tmp_path, f"titan.model.name={model}", f"titan.model.flavor={flavor}")
             if row["attention"] == "sdpa" and "package" not in row:
