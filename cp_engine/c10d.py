@@ -60,7 +60,7 @@ AGREED = 8
 class GroupChannel:
     """One process group. It is called itself: torch.distributed's wrapper logs and re-checks for as long as a small call takes."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, watch: Watch | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, watch: Watch | None = None) -> None:
         self.group, self.traffic = group, traffic
         self._explain = None if watch is None else watch.explain
         self.members, self.me = dist.get_world_size(group), dist.get_rank(group)

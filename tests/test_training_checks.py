@@ -22,7 +22,7 @@ TENSOR = "titan.parallelism.tensor_parallel_degree"
 STAGES = "titan.parallelism.pipeline_parallel_degree"
 
 REFUSED = [  # (the job, the key, what is said)
-    (["cp=dsa", "model=deepseek_v32", f"{TENSOR}=2"], TENSOR, "the indexer learns from all heads"),
+    (["cp=mla_ulysses", f"{TENSOR}=2"], TENSOR, "with a matrix that tensor parallelism would cut"),
     ([f"{TENSOR}=4", "titan.training.seq_len=260"], "titan.training.seq_len", "260 is not divisible by 16"),
     (
         ["cp.degree=8", "titan.parallelism.data_parallel_shard_degree=8", "launch.nproc=8"],
