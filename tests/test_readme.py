@@ -158,6 +158,7 @@ def test_commands_end_soon_on_two_cores(page: str, folder: Path, capsys: pytest.
 def test_every_command_of_the_readme_does_what_it_says(folder: Path) -> None:
     (folder / "launch.py").symlink_to(ROOT / "launch.py")
     (folder / "example.py").write_text(blocks(README, "python")[0])
+    (folder / "my" / "experiment" / "deepseek_v3.yaml").unlink()  # one of the commands writes it
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     run = [line for line in lines_of(README) if not line.startswith(("pip ", "pytest"))]
     assert len(run) >= 17 and all(line.startswith(("python launch.py ", "torchrun ")) for line in run)
