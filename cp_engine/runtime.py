@@ -69,7 +69,7 @@ class ContextParallel:
         self._watch = None if self._communicator is None else self._communicator.watch
         self._told: AbstractContextManager[None] = self._watch or nullcontext()  # other ranks learn of errors inside
         if self._watch is not None:
-            self._watch.start(self._begun)
+            self._watch.start(self, self._begun)
 
     @property
     def sequence(self) -> int:

@@ -25,6 +25,8 @@ from cp_engine.errors import CallError, CPError, Problem
 TICK_SECONDS = 1.0
 PATIENCE_TICKS = 4
 """How often a rank that stands still for long looks at the others."""
+END_SECONDS = 10.0
+"""How long an engine that ends waits for its thread, which looks in milliseconds unless the store is gone."""
 GRACE_SECONDS = 3.0
 """How long another rank may take from an error to its next call: it may have caught the error, and go on."""
 TAG = 2**20
@@ -103,28 +105,37 @@ class Watch:
     ) -> None:
         self._store, self._keys, self._ranks, self._me = store, list(keys), ranks, me
         self._groups, self._source = groups, source
-        self._begun: Callable[[], Begun] = Begun
+        self._counts: Callable[[], Callable[[], Begun] | None] = lambda: None
+        self._stop: Callable[[], object] = lambda: None
         self._error = _State(Begun())  # the last one here
         self._seen: tuple[_State, float] | None = None  # another rank's error, and since when it is known here
         self._reason: CallError | None = None
         self._last, self._ticks, self._patience = Begun(), 0, 1
         self._own: dist.Store | None = None
-        self._is_ended = threading.Event()
 
-    def start(self, begun: Callable[[], Begun]) -> None:
-        """Begins to look, until `end` or until nobody holds this object.
+    def start(self, engine: object, begun: Callable[[], Begun]) -> None:
+        """Begins to look, until `end`, until nobody holds the engine, or until this process ends.
 
         Args:
-            begun: counts what this rank has begun.
+            engine: what uses the groups.
+            begun: its method that counts what this rank has begun.
         """
-        self._begun = begun
-        looking = threading.Thread(target=_look, args=(weakref.ref(self), self._is_ended), daemon=True)
+        # weakly: in a circle the engine would keep its groups, and gloo's threads, until a garbage collection
+        self._counts = weakref.WeakMethod(begun)
+        is_ended = threading.Event()
+        looking = threading.Thread(target=_look, args=(weakref.ref(self), is_ended), daemon=True)
         looking.start()
+        # waits for the thread: one that is in the store while the interpreter or the world ends aborts the process
+        self._stop = weakref.finalize(engine, _end, looking, is_ended)
 
     def end(self) -> None:
         """Looks no more, and lets the others know what this rank has begun, for good."""
-        self._is_ended.set()
+        self._stop()
         self._tell()
+
+    def _begun(self) -> Begun:
+        method = self._counts()
+        return self._last if method is None else method()
 
     def __enter__(self) -> None:
         """Lets the others know of an error that leaves this block: the reason, if they wait for this rank in vain."""
@@ -243,6 +254,12 @@ def said(error: BaseException) -> str:
     if isinstance(error, CPError):
         return f"{type(error).__name__}: {error.problems[0].key}  {error.problems[0].what}"
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _end(looking: threading.Thread, is_ended: threading.Event) -> None:
+    is_ended.set()
+    if looking is not threading.current_thread():
+        looking.join(END_SECONDS)
 
 
 def _look(watch: "weakref.ref[Watch]", is_ended: threading.Event) -> None:

@@ -1,6 +1,9 @@
 """Ranks that do not make the same calls: each gets an error that says who did what, long before the group's timeout."""
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -170,3 +173,25 @@ def test_four_ranks_of_which_one_skips_its_second_backward_are_told_alike(four: 
     for _, text in four.run(seen, skips_the_second_backward, {(0, 1, 2, 3): "allgather_kv"}):
         assert "rank 3 skipped backward pass of attention 3" in text and "and went on to sum of gradients 1" in text
         assert "rank 3  has begun 4 forward and 2 backward passes of attention, 1 sums of gradients" in text
+
+
+def leftovers(end: str) -> tuple[bool, int]:
+    """Whether an engine outlives its last name, without a collection of garbage, and the threads that outlive it."""
+    before = set(threading.enumerate())
+    gc.disable()
+    try:
+        engine = engine_on((0, 1, 2, 3), "ulysses")
+        while_used = len(set(threading.enumerate()) - before)
+        if end == "close":
+            engine.close()
+        alive = weakref.ref(engine)
+        del engine
+        return alive() is not None, len(set(threading.enumerate()) - before) - (while_used - 1)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("end", ["close", "its last name"])
+def test_an_engine_that_ended_leaves_neither_groups_nor_a_thread(four: World, end: str) -> None:
+    # groups that end after the world keep gloo's threads, and those abort a process that has done its work
+    assert four.run(leftovers, end) == [(False, 0)] * 4
