@@ -8,6 +8,7 @@ from types import NoneType
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from cp_engine import c10d
 from cp_engine.arguments import MESH, wrong
 from cp_engine.compose import compose
 from cp_engine.devices import DEVICES
@@ -66,36 +67,38 @@ def compile(
     Raises:
         CPError: all problems, before anything is exchanged between ranks.
     """
-    problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping")
-    problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
-    problems += wrong("config_dir", config_dir, (str, PathLike, NoneType), "a folder", "config_dir='my'")
-    if isinstance(overrides, str):
-        what = "is one string, and a list is needed: each override by itself"
-        problems.append(Problem(key="overrides", what=what, tries=(f"overrides=[{overrides!r}]",)))
-    elif not isinstance(overrides, list | tuple) or not all(isinstance(o, str) for o in overrides):
-        problems += wrong("overrides", overrides, (), "a list of texts", "overrides=['cp.pipeline=2']")
-    if device not in (None, *DEVICES):
-        details = (("allowed", ", ".join(DEVICES)),)
-        problems.append(Problem(key="device", what=f"{device!r} is no type of device", details=details))
-    if problems:
-        raise ConfigError(problems, "compile")
-    if not isinstance(composition, str) and (overrides or config_dir is not None):
-        what = "apply to a preset that is composed, and the composition is given as data"
-        raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
-    cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
-    shape = Shape(
-        batch=batch,
-        sequence=sequence,
-        heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        latent_dim=latent_dim,
-        rope_dim=rope_dim,
-        index_heads=index_heads,
-        index_dim=index_dim,
-        topk=topk,
-    )
-    degree = 1 if mesh is None else mesh.size()
-    return ContextParallel(plan_from_config(cp, shape=shape, mask=mask, world_degree=degree), mesh, device)
+    with c10d.together(mesh, "compile"):
+        problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping")
+        problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
+        problems += wrong("config_dir", config_dir, (str, PathLike, NoneType), "a folder", "config_dir='my'")
+        if isinstance(overrides, str):
+            what = "is one string, and a list is needed: each override by itself"
+            problems.append(Problem(key="overrides", what=what, tries=(f"overrides=[{overrides!r}]",)))
+        elif not isinstance(overrides, list | tuple) or not all(isinstance(o, str) for o in overrides):
+            problems += wrong("overrides", overrides, (), "a list of texts", "overrides=['cp.pipeline=2']")
+        if device not in (None, *DEVICES):
+            details = (("allowed", ", ".join(DEVICES)),)
+            problems.append(Problem(key="device", what=f"{device!r} is no type of device", details=details))
+        if problems:
+            raise ConfigError(problems, "compile")
+        if not isinstance(composition, str) and (overrides or config_dir is not None):
+            what = "apply to a preset that is composed, and the composition is given as data"
+            raise ConfigError([Problem(key="overrides, config_dir", what=what)], f"cp={composition.get('name')}")
+        cp = compose(composition, overrides, config_dir) if isinstance(composition, str) else composition
+        shape = Shape(
+            batch=batch,
+            sequence=sequence,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            latent_dim=latent_dim,
+            rope_dim=rope_dim,
+            index_heads=index_heads,
+            index_dim=index_dim,
+            topk=topk,
+        )
+        degree = 1 if mesh is None else mesh.size()
+        plan = plan_from_config(cp, shape=shape, mask=mask, world_degree=degree)
+    return ContextParallel(plan, mesh, device)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from cp_engine.channel import Pending
 from cp_engine.errors import CallError, Problem
 from cp_engine.plan import Plan
-from cp_engine.watch import Watch, enter
+from cp_engine.watch import Watch, enter, said
+
+T = TypeVar("T")
 
 
 def global_ranks(mesh: DeviceMesh, plan: Plan) -> tuple[int, ...]:
@@ -162,12 +165,16 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
     """
     ranks = global_ranks(mesh, plan)
     me = ranks.index(dist.get_rank())
+    if mesh.ndim > 1:
+        _level(mesh)
     everyone = mesh.get_group() if mesh.ndim == 1 else _group(sorted(ranks))
     key = enter(everyone)  # before anybody knows it
     keys = _require_equal(plan, everyone, ranks, key)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degree)): everyone}
     for step in plan.steps:
         for transfer in step.transfers:
+            if set(map(len, transfer.groups)) != {1}:
+                _level(mesh)
             mine = next(tuple(sorted(g)) for g in transfer.groups if me in g)
             if len(mine) > 1 and mine not in groups:
                 groups[mine] = _group(sorted(ranks[r] for r in mine))
@@ -202,6 +209,54 @@ def _group(world_ranks: list[int]) -> dist.ProcessGroup:
     if tuple(world_ranks) not in groups:
         groups[tuple(world_ranks)] = dist.new_group(world_ranks, use_local_synchronization=True)
     return groups[tuple(world_ranks)]
+
+
+def _level(mesh: DeviceMesh) -> None:
+    """Makes ranks that have different numbers of process groups have as many, by groups of one rank.
+
+    The name under which ranks find each other in a group that they make by themselves holds the number of groups that each of
+    them has: ranks with different numbers would wait for each other until the timeout. Source: torch.distributed.distributed_c10d,
+    `_hash_ranks_to_str`.
+    """
+    mine = len(dist.distributed_c10d._world.pg_names)  # type: ignore[attr-defined]  # not in torch's stubs
+    for _ in range(max(_of_all(mesh, [mine])) - mine):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+def _of_all(mesh: DeviceMesh, mine: list[T]) -> list[T]:
+    """What all ranks of a mesh have, by the groups of its dims."""
+    for group in mesh.get_all_groups():
+        found: list[list[T]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        mine = [row for rows in found for row in rows]
+    return mine
+
+
+@contextmanager
+def together(mesh: DeviceMesh | None, source: str = "") -> Iterator[None]:
+    """Leaves this block by an error on every rank of a mesh if one rank does: nobody waits for a rank that was refused alone.
+
+    Args:
+        mesh: of the ranks that all enter this block; None for one rank.
+        source: of what is made, for the message.
+
+    Raises:
+        Exception: this rank's own.
+        CallError: where only others were refused, with what they were told.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if isinstance(mesh, DeviceMesh) and dist.is_initialized() and dist.get_rank() in mesh.mesh:
+        told = _of_all(mesh, [] if error is None else [(dist.get_rank(), said(error))])
+        if told and error is None:
+            rank, text = min(told)
+            what = f"rank {rank} was refused, and the others with it: {text}"
+            raise CallError([Problem(key="ranks", what=what)], source)
+    if error is not None:
+        raise error
 
 
 def beside(plan: Plan, rank: int, group: dist.ProcessGroup) -> GroupCommunicator:

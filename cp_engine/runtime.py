@@ -47,8 +47,9 @@ class ContextParallel:
         kernels: str | None = None,
         heads: DeviceMesh | None = None,
     ) -> None:
-        if problems := of_engine(plan, mesh, device, kernels, heads):
-            raise CallError(problems, plan.name if isinstance(plan, Plan) else "")
+        with c10d.together(mesh):
+            if problems := of_engine(plan, mesh, device, kernels, heads):
+                raise CallError(problems, plan.name if isinstance(plan, Plan) else "")
         self.plan = plan
         self.rank = 0
         self._communicator: GroupCommunicator | None = None
