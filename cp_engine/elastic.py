@@ -24,12 +24,11 @@ from cp_engine.progress import Watch
 from cp_engine.ranks import (
     Config,
     Deaths,
-    error_path,
+    end_path,
     failure_text,
     run_rank,
     section,
     train,
-    written,
 )
 
 if TYPE_CHECKING:
@@ -114,11 +113,13 @@ def run_ranks(function: Callable[[Config], None], config: Config, output_dir: Pa
         Interrupted: by Ctrl-C or a signal; no process is left.
     """
     (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks):
-        error_path(output_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     # The thread of `deaths` first: it is the one that does not block Ctrl-C.
-    with Deaths(ranks) as deaths, _environment(_worker_environment(ranks)), _signals():
-        _spawn(function, config, output_dir, deaths)
+    try:
+        with Deaths(output_dir, ranks) as deaths, _environment(_worker_environment(ranks)), _signals():
+            _spawn(function, config, output_dir, deaths)
+    finally:
+        for rank in range(ranks):
+            end_path(output_dir, rank).unlink(missing_ok=True)
 
 
 def watch(config: Mapping[str, object], *, ranks: int, out: TextIO, is_live: bool = True) -> Watch:
@@ -162,19 +163,23 @@ def _spawn(function: Callable[[Config], None], config: Config, output_dir: Path,
         run_id=output_dir.name,
         max_restarts=0,
         start_method="forkserver" if is_forked else "spawn",
-        logs_specs=_logs_specs(output_dir),
+        logs_specs=_logs_specs(output_dir, deaths),
     )
     try:
         with _agent_log(output_dir / "ranks" / "agent.log"):
             elastic_launch(settings, run_rank)(function, config, dict(os.environ))
+        if (early := deaths.first(None)) is not None:
+            raise RankFailure(failure_text(output_dir, early, deaths.ranks))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGINT:
             raise Interrupted(signal.SIGINT) from error  # Ctrl-C reached the rank before its parent
-        flagged = Ending(rank=rank, seconds=time.time(), message=f"ended with exit code {failure.exitcode}")
-        first = min([*written(output_dir, deaths.ranks), *deaths.endings(), flagged], key=lambda ending: ending.seconds)
+        first = deaths.first(Ending(rank=rank, seconds=time.time(), message=f"ended with exit code {failure.exitcode}"))
+        assert first is not None
         raise RankFailure(failure_text(output_dir, first, deaths.ranks)) from error
     except SignalException as error:
+        if deaths.has_ended_run and (early := deaths.first(None)) is not None:
+            raise RankFailure(failure_text(output_dir, early, deaths.ranks)) from error
         raise Interrupted(error.sigval) from error
     except KeyboardInterrupt as error:
         raise Interrupted(signal.SIGINT) from error
@@ -182,16 +187,16 @@ def _spawn(function: Callable[[Config], None], config: Config, output_dir: Path,
         _end_children()
 
 
-def _logs_specs(output_dir: Path) -> "LogsSpecs":
+def _logs_specs(output_dir: Path, deaths: Deaths) -> "LogsSpecs":
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
-        """Ranks write their own log file, one for output and errors in the order they came."""
+        """Ranks write their own log file, one for output and errors in the order they came, and how they ended."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            deaths.begin()
             unused = {rank: "" for rank in envs}
-            errors = {rank: str(error_path(output_dir, rank)) for rank in envs}
-            return LogsDest(stdouts=unused, stderrs=dict(unused), error_files=errors)
+            return LogsDest(stdouts=unused, stderrs=dict(unused), error_files=dict(unused))
 
         @property
         def root_log_dir(self) -> str:

@@ -27,9 +27,11 @@ class Ending:
     Args:
         rank: global rank.
         seconds: wall clock, to find the first: the others then lose their peer and fail too.
-        message: kind and text of its error.
+        message: kind and text of its error, or how its process ended.
+        is_consequence: an error that a rank has when another one is gone.
     """
 
     rank: int
     seconds: float
     message: str
+    is_consequence: bool = False

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -31,21 +32,36 @@ LOG_LINES = 15
 """How many lines of a failed rank's log the error shows."""
 SECONDS_SEEN_LATE = 1.0
 """A killed rank counts as earlier by this much: its peers may write their error before its death is seen."""
+RESERVED = 2**14
+"""Bytes of the file in which a rank says how it ended, taken before it starts: there may be no space left when it has to."""
+SECONDS_UNNOTICED = 5.0
+"""Torch's agent sees any exit code but 0 at once. For a rank that left with that before its job was done it would wait for ever."""
+LOST = re.compile(
+    r"Connection (reset|closed|refused)|Broken pipe|Socket (closed|Timeout)|[Tt]imed out|timeout|remote process exited|nccl\w*Error"
+)
+"""In the error of a rank whose peer is gone."""
 
 
 class Deaths:
-    """Which ranks were killed, and when, seen from outside; a context manager around the agent.
+    """Which ranks ended, in which order and how, seen from outside; a context manager around the agent.
 
     A killed rank writes no error, and the agent may first see a peer that lost its connection.
 
     Args:
+        output_dir: the job's folder.
         ranks: number of ranks.
+
+    Attributes:
+        has_ended_run: that the agent was told to end the ranks, by SIGTERM to this process.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, output_dir: Path, ranks: int) -> None:
+        self.output_dir, self.ranks = output_dir, ranks
         self._processes: list[BaseProcess] = []
         self._seen: dict[int, float] = {}
+        self._before = 0
+        self.has_ended_run = False
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deaths", daemon=True)
 
@@ -56,33 +72,74 @@ class Deaths:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._look()
+        self._look(0.0)
 
-    def endings(self) -> list[Ending]:
-        """The ranks that a signal killed, other than the agent's own."""
-        self._look()
-        killed = []
-        for rank, seconds in self._seen.items():
-            code = self._processes[rank].exitcode or 0
-            if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):
-                hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
-                message = f"killed by {signal.Signals(-code).name}{hint}"
-                killed.append(Ending(rank=rank, seconds=seconds - SECONDS_SEEN_LATE, message=message))
-        return killed
+    def begin(self) -> None:
+        """Before ranks are started, for the first time or again: those of before are not counted."""
+        with self._lock:
+            for rank in range(self.ranks):
+                end_path(self.output_dir, rank).write_text(" " * RESERVED)
+            self._before = max([self._before, *map(_number, self._processes)])
+            self._processes, self._seen = [], {}
+
+    def first(self, flagged: Ending | None) -> Ending | None:
+        """How the rank ended that ended the run.
+
+        Args:
+            flagged: what the agent saw first; None where all ended, for all that it knows, well.
+
+        Returns:
+            The first of those that did not end as a consequence; None if all ended well.
+        """
+        self._look(0.0)
+        written = {ending.rank: ending for ending in _written(self.output_dir, self.ranks)}
+        endings = [ending for ending in written.values() if ending.message]
+        with self._lock:
+            order = sorted(self._seen, key=self._seen.__getitem__)
+            for rank in order:
+                code = self._processes[rank].exitcode or 0
+                # the agent ends the others by SIGTERM, then by SIGKILL, after it saw one end
+                is_agents = code in (-signal.SIGTERM, -signal.SIGKILL) and rank != order[0]
+                if rank not in written and not (is_agents and (flagged is None or flagged.rank != rank)):
+                    seconds = self._seen[rank] - SECONDS_SEEN_LATE * (code != -signal.SIGABRT)
+                    endings.append(Ending(rank=rank, seconds=seconds, message=_how(code)))
+        if flagged is not None and flagged.rank not in (ending.rank for ending in endings):
+            endings.append(flagged)
+        return min(endings, key=lambda ending: (ending.is_consequence, ending.seconds), default=None)
 
     def _run(self) -> None:
-        while not self._stop.wait(0.05):
-            self._look()
+        while not self._stop.is_set():
+            self._look(0.05)
+            unnoticed = [r for r, seconds in self._seen.items() if time.time() - seconds > SECONDS_UNNOTICED]
+            if not self.has_ended_run and set(unnoticed) - {e.rank for e in _written(self.output_dir, self.ranks)}:
+                self.has_ended_run = True
+                os.kill(os.getpid(), signal.SIGTERM)  # what the agent ends the ranks for
 
-    def _look(self) -> None:
-        if len(self._processes) < self.ranks:
-            children = [child for child in multiprocessing.active_children() if child.name.startswith(NAMES)]
-            self._processes = sorted(children, key=_number)
-            return
-        for rank, process in enumerate(self._processes):
-            # not its exit code: of a forked rank the first reader takes it, and that has to be the agent
-            if rank not in self._seen and wait([process.sentinel], 0):
-                self._seen[rank] = time.time()
+    def _look(self, seconds: float) -> None:
+        with self._lock:
+            if len(self._processes) < self.ranks:
+                started = [c for c in multiprocessing.active_children() if c.name.startswith(NAMES)]
+                self._processes = sorted((c for c in started if _number(c) > self._before), key=_number)
+            whole = self._processes if len(self._processes) == self.ranks else []
+            waiting = {process.sentinel: rank for rank, process in enumerate(whole) if rank not in self._seen}
+        # not their exit codes: of a forked rank the first reader takes it, and that has to be the agent
+        ended = wait(list(waiting), seconds) if waiting else []
+        if not waiting:
+            self._stop.wait(seconds)
+        with self._lock:
+            for sentinel in ended:
+                rank = waiting[sentinel]  # type: ignore[index]  # of what was waited for
+                if rank < len(self._processes) and self._processes[rank].sentinel == sentinel:
+                    self._seen.setdefault(rank, time.time())
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}" + " before its job was done" * (code == 0)
+    hint = {signal.SIGKILL: " (often: out of memory)", signal.SIGABRT: " (its log may say why)"}.get(
+        signal.Signals(-code)
+    )
+    return f"killed by {signal.Signals(-code).name}{hint or ''}"
 
 
 def _number(child: BaseProcess) -> int:
@@ -114,12 +171,12 @@ def run_rank(function: Callable[[Config], None], config: Config, environment: Ma
     try:
         function(config)
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        _write_error(output_dir, rank, error)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _write_end(output_dir, rank, error)  # before the log, for which there may be no space
+        with suppress(OSError):
+            traceback.print_exc()
+            _flush()
         os._exit(1)  # destructors of a broken process group can wait for the other ranks, or abort
+    _write_end(output_dir, rank, None)
     # gloo's threads can outlive the process group, and abort a process that has done its work while it ends
     atexit.register(_leave)
 
@@ -149,10 +206,15 @@ def _end_with_parent() -> None:
 
 
 def _leave() -> None:
+    with suppress(OSError):
+        _flush()
+    os._exit(0)
+
+
+def _flush() -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
 
 
 def train(config: Config) -> None:
@@ -173,15 +235,20 @@ def redirect(path: Path) -> None:
     os.close(log)
 
 
-def error_path(output_dir: Path, rank: int) -> Path:
-    """Where a rank writes the error that ended it."""
-    return output_dir / "ranks" / f"rank{rank}.error.json"
+def end_path(output_dir: Path, rank: int) -> Path:
+    """Where a rank writes how it ended, while the ranks run."""
+    return output_dir / "ranks" / f"rank{rank}.end.json"
 
 
-def _write_error(output_dir: Path, rank: int, error: BaseException) -> None:
-    text, kind = str(error), type(error).__name__
-    message = text if text.startswith(kind) else f"{kind}: {text}"
-    error_path(output_dir, rank).write_text(json.dumps({"message": message, "seconds": time.time()}))
+def _write_end(output_dir: Path, rank: int, error: BaseException | None) -> None:
+    message = ""
+    if error is not None:
+        text, kind = str(error), type(error).__name__
+        message = (text if text.startswith(kind) else f"{kind}: {text}")[: RESERVED // 8]
+    is_lost = isinstance(error, RuntimeError | ConnectionError) and LOST.search(message) is not None
+    row = {"message": message, "seconds": time.time(), "is_consequence": is_lost}
+    with end_path(output_dir, rank).open("r+") as file:  # in place: no space is needed for it
+        file.write(json.dumps(row).ljust(RESERVED)[:RESERVED])
 
 
 def failure_text(output_dir: Path, ending: Ending, ranks: int) -> str:
@@ -198,12 +265,9 @@ def failure_text(output_dir: Path, ending: Ending, ranks: int) -> str:
     return "\n".join([*lines, f"  log  {log}", *(f"    | {line}" for line in last_lines(log, LOG_LINES))])
 
 
-def written(output_dir: Path, ranks: int) -> list[Ending]:
-    """The errors that ranks wrote down before they ended."""
-    endings = []
-    for rank in range(ranks):
-        path = error_path(output_dir, rank)
-        if path.exists():
-            row = json.loads(path.read_text())
-            endings.append(Ending(rank=rank, seconds=row["seconds"], message=row["message"]))
-    return endings
+def _written(output_dir: Path, ranks: int) -> list[Ending]:
+    """What ranks wrote down before they ended; no message of one that ended well."""
+    rows = {
+        rank: end_path(output_dir, rank).read_text() for rank in range(ranks) if end_path(output_dir, rank).exists()
+    }
+    return [Ending(rank=rank, **json.loads(row)) for rank, row in rows.items() if row.strip()]

@@ -393,6 +393,26 @@ def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
         assert gone(process.pid)
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os.abort()", "killed by SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
+        ("os._exit(7)", "ended with exit code 7"),
+        ("os._exit(0)", "ended with exit code 0 before its job was done"),
+        ("sys.exit(3)", "SystemExit: 3"),
+    ],
+)
+def test_the_rank_that_ended_first_is_named_with_how(
+    launch: Callable[..., Result], tmp_path: Path, end: str, said: str
+) -> None:
+    fault = {"FAULT_RANK": "1", "FAULT_STEP": "2", "FAULT_AT": "forward", "FAULT": end}
+    result = launch("model=llama3", "titan.experimental.custom_import=tests.faults", *SMALL, **fault)
+    assert result.code == 1
+    assert f"RankFailure: rank 1 of 2 ended the run\n  {said}" in result.err, result.err
+    assert result.err.count("RankFailure") == 1 and not list(tmp_path.glob("**/*.end.json"))
+
+
 def ranks_of(launcher: int) -> list[int]:
     """The processes of the ranks, in order: the fork server's children."""
     (server,) = (pid for pid in children_of(launcher) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
