@@ -83,6 +83,23 @@ class CallError(CPError):
     """A call at run time that differs from what the plan was proved for."""
 
 
+class RankError(CPError):
+    """What one rank did, or did not do, and ends the run on all of them.
+
+    Args:
+        problems: what is wrong.
+        source: what was being done.
+        rank: world rank of the one.
+    """
+
+    def __init__(self, problems: Sequence[Problem], source: str, rank: int) -> None:
+        super().__init__(problems, source)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type["RankError"], tuple[tuple[Problem, ...], str, int]]:  # type: ignore[override]
+        return type(self), (self.problems, self.source, self.rank)
+
+
 def suggest(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed word nearest to a misspelt one.
 

@@ -62,7 +62,7 @@ class Watch:
     """
 
     def __init__(self, output_dir: Path, *, steps: int, ranks: int, out: TextIO, verbose: bool, is_live: bool) -> None:
-        self.rows: list[Mapping[str, float]] = []
+        self.rows: list[Mapping[str, float | None]] = []
         self._steps, self._ranks, self._output_dir = steps, ranks, output_dir
         self._metrics = Tail(output_dir / "metrics.jsonl")
         self._before = set(self._metrics.lines())  # a folder that is used again already has rows
@@ -93,16 +93,16 @@ class Watch:
         if not self.rows:
             return f"no step was logged (titan.metrics.log_freq), or none was left to train   {self._output_dir}"
         first, last = self.rows[0], self.rows[-1]
-        speed = statistics.median(row["tokens_per_second"] for row in self.rows)
-        sent = statistics.median(row["cp_bytes_sent"] for row in self.rows)
-        seconds = sum(row["seconds"] for row in self.rows)
-        is_each = self._steps - first["step"] + 1 == len(self.rows)
+        speed = statistics.median(row["tokens_per_second"] or 0 for row in self.rows)
+        sent = statistics.median(row["cp_bytes_sent"] or 0 for row in self.rows)
+        seconds = sum(row["seconds"] or 0 for row in self.rows)
+        is_each = self._steps - (first["step"] or 0) + 1 == len(self.rows)
         steps = f"{len(self.rows)} step{'s' * (len(self.rows) != 1)}, {seconds:.1f} s in steps"
         logged = f"step {self._steps}; {len(self.rows)} logged (titan.metrics.log_freq), {seconds:.1f} s in those"
         return "\n".join(
             [
                 f"done     {steps if is_each else logged}",
-                f"loss     {first['loss']:.4f}" + (f" -> {last['loss']:.4f}" if last is not first else ""),
+                f"loss     {_loss(first['loss'])}" + (f" -> {_loss(last['loss'])}" if last is not first else ""),
                 f"speed    {speed:,.0f} tokens/s (median)",
                 *((f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",) if sent else ()),
                 f"output   {self._output_dir}",
@@ -122,10 +122,11 @@ class Watch:
             if line not in self._before:
                 self._show(json.loads(line))
 
-    def _show(self, row: Mapping[str, float]) -> None:
+    def _show(self, row: Mapping[str, float | None]) -> None:
         self.rows.append(row)
-        indexer = f"  indexer {row['indexer_loss']:.4f}" if "indexer_loss" in row else ""
-        step, numbers = int(row["step"]), f"loss {row['loss']:.4f}{indexer}  {row['tokens_per_second']:,.0f} tokens/s"
+        indexer = f"  indexer {_loss(row['indexer_loss'])}" if "indexer_loss" in row else ""
+        step, speed = int(row["step"] or 0), row["tokens_per_second"] or 0.0
+        numbers = f"loss {_loss(row['loss'])}{indexer}  {speed:,.0f} tokens/s"
         if self._bar is None:
             width = len(str(self._steps))
             self._print(f"step {step:>{width}}/{self._steps}  {numbers}")
@@ -134,6 +135,10 @@ class Watch:
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _bar(console: Console, ranks: int, steps: int) -> tuple[Progress | None, TaskID]:

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from cp_engine.endings import Ending
+from cp_engine.errors import RankError
 from cp_engine.progress import last_lines, log_path
 
 Config = dict[str, object]
@@ -92,7 +93,7 @@ class Deaths:
             The first of those that did not end as a consequence; None if all ended well.
         """
         self._look(0.0)
-        written = {ending.rank: ending for ending in _written(self.output_dir, self.ranks)}
+        written = _written(self.output_dir, self.ranks)
         endings = [ending for ending in written.values() if ending.message]
         with self._lock:
             order = sorted(self._seen, key=self._seen.__getitem__)
@@ -111,7 +112,7 @@ class Deaths:
         while not self._stop.is_set():
             self._look(0.05)
             unnoticed = [r for r, seconds in self._seen.items() if time.time() - seconds > SECONDS_UNNOTICED]
-            if not self.has_ended_run and set(unnoticed) - {e.rank for e in _written(self.output_dir, self.ranks)}:
+            if not self.has_ended_run and set(unnoticed) - set(_written(self.output_dir, self.ranks)):
                 self.has_ended_run = True
                 os.kill(os.getpid(), signal.SIGTERM)  # what the agent ends the ranks for
 
@@ -246,7 +247,8 @@ def _write_end(output_dir: Path, rank: int, error: BaseException | None) -> None
         text, kind = str(error), type(error).__name__
         message = (text if text.startswith(kind) else f"{kind}: {text}")[: RESERVED // 8]
     is_lost = isinstance(error, RuntimeError | ConnectionError) and LOST.search(message) is not None
-    row = {"message": message, "seconds": time.time(), "is_consequence": is_lost}
+    named = error.rank if isinstance(error, RankError) else rank
+    row = {"rank": named, "message": message, "seconds": time.time(), "is_consequence": is_lost}
     with end_path(output_dir, rank).open("r+") as file:  # in place: no space is needed for it
         file.write(json.dumps(row).ljust(RESERVED)[:RESERVED])
 
@@ -265,9 +267,9 @@ def failure_text(output_dir: Path, ending: Ending, ranks: int) -> str:
     return "\n".join([*lines, f"  log  {log}", *(f"    | {line}" for line in last_lines(log, LOG_LINES))])
 
 
-def _written(output_dir: Path, ranks: int) -> list[Ending]:
+def _written(output_dir: Path, ranks: int) -> dict[int, Ending]:
     """What ranks wrote down before they ended; no message of one that ended well."""
     rows = {
         rank: end_path(output_dir, rank).read_text() for rank in range(ranks) if end_path(output_dir, rank).exists()
     }
-    return [Ending(rank=rank, **json.loads(row)) for rank, row in rows.items() if row.strip()]
+    return {rank: Ending(**json.loads(row)) for rank, row in rows.items() if row.strip()}

@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -63,8 +64,9 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         refuse_other_shape(job, shape)
         plan = plan_from_config(section(config, "cp"), shape=shape, mask=section(config, "mask"))
         companions = declared(section(config, "data"))
-        kernels = str(section(config, "launch")["device"])
-        trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions)
+        launch = section(config, "launch")
+        kernels, goes_on = str(launch["device"]), launch["nonfinite"] == "go_on"
+        trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on)
         finish.callback(trainer.close)
         if job.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -162,7 +164,10 @@ def _writer(config: Mapping[str, object], finish: ExitStack) -> Callable[["StepR
                 path.with_suffix(".new").replace(path)
             opened.append(finish.enter_context(path.open("a", encoding="utf-8")))
         row = {name: value for name, value in asdict(report).items() if value is not None}  # most steps do not validate
-        opened[0].write(json.dumps(row) + "\n")
+        finite = {
+            name: value if math.isfinite(value) else None for name, value in row.items()
+        }  # JSON has no other numbers
+        opened[0].write(json.dumps(finite) + "\n")
         opened[0].flush()  # the parent process follows this file
 
     return write

@@ -1,6 +1,6 @@
 """A module as a user writes one, whose training goes wrong on one rank: `titan.experimental.custom_import=tests.faults`.
 
-The environment says how: `FAULT_RANK`, `FAULT_STEP` (counted from 1), `FAULT_AT` (start, forward, backward, optimizer, state) and
+The environment says how: `FAULT_RANK`, `FAULT_STEP` (counted from 1), `FAULT_AT` (import, start, forward, backward, optimizer, state) and
 `FAULT`, a line of Python in which `os`, `signal`, `sys`, `time`, `torch` and `model` are known.
 """
 
@@ -32,7 +32,14 @@ class Fault:
     def at(self, place: str) -> None:
         """Called at every place."""
         if self.is_here and os.environ["FAULT_AT"] == place and int(os.environ.get("FAULT_STEP", "1")) == self.step:
-            known = {"os": os, "signal": signal, "sys": sys, "time": time, "torch": torch, "model": self.model}
+            known = {
+                "os": os,
+                "signal": signal,
+                "sys": sys,
+                "time": time,
+                "torch": torch,
+                "model": self.model,
+            }
             exec(os.environ["FAULT"], known)
 
     def forward(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
@@ -78,3 +85,4 @@ if NAME not in train_spec._extra_train_specs:
     train_spec.register_train_spec(
         NAME, dataclasses.replace(spec, build_optimizers_fn=with_fault(spec.build_optimizers_fn))
     )
+    Fault(nn.Module()).at("import")

@@ -1,6 +1,5 @@
 """Trainers that write down losses, first gradients and expert statistics, to compare a composition with torchtitan alone."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torchtitan.config import JobConfig
 
 from cp_engine.call import Call
 from cp_engine.comparison import RECORDS, Record
+from cp_engine.integrations.torchtitan_guard import WRAPPERS
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer, at_second_forward
 from cp_engine.integrations.torchtitan_trainer import CompositionTrainer, loss_of_last_stage
@@ -23,9 +23,6 @@ from cp_engine.integrations.torchtitan_validation import Batch
 from cp_engine.shape import INDEX
 from cp_engine.sparse_attention import SparseAttention, alone, read_sparse, shape_of
 from cp_engine.verify import selecting
-
-WRAPPERS = re.compile(r"_checkpoint_wrapped_module\.|_orig_mod\.")
-"""Activation checkpointing and compile rename parameters."""
 
 
 class StockRecorder(IndexerTrainer):

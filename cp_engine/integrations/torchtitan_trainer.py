@@ -15,6 +15,7 @@ from torchtitan.config import JobConfig
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan_companions import Declared, to_cut
 from cp_engine.integrations.torchtitan_cpu import experts_ordered_on
+from cp_engine.integrations.torchtitan_guard import Guard
 from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_validation import Batch, CompositionValidator, of_last_stage
@@ -54,6 +55,7 @@ class CompositionTrainer(IndexerTrainer):
         report: called on every rank after each logged step, and after its validation if there is one.
         kernels: device whose kernels are chosen; None is the job's.
         companions: what is cut with the tokens; none but `positions` if nothing is said.
+        goes_on: where a loss is not finite.
 
     Raises:
         ConfigError: a model that brings a validation of its own.
@@ -68,12 +70,14 @@ class CompositionTrainer(IndexerTrainer):
         report: Callable[[StepReport], None],
         kernels: str | None = None,
         companions: Declared | None = None,
+        goes_on: bool = False,
     ) -> None:
         super().__init__(job_config)
         mesh, heads = (self.parallel_dims.get_optional_mesh(name) for name in ("cp", "tp"))
         self.cp = ContextParallel(plan, mesh, self.device.type, kernels, heads)
         self._report = report
         self._declared = companions or Declared()
+        self._guard, self._goes_on = Guard(self.parallel_dims, self.device, plan.name), goes_on
         self._has_trained = False
         if job_config.validation.enable:
             if type(self.validator) is not Validator:
@@ -96,7 +100,9 @@ class CompositionTrainer(IndexerTrainer):
 
         Raises:
             CallError: a companion that has the sequence length and is not declared, or is to be cut and has another length.
+            RankError: ranks that share the sequence read different text.
         """
+        self._guard.require_same_text(self.step, input_dict, labels)
         inputs, labels, companions, arguments = super().post_dataloading_process(input_dict, labels)
         batch, sequence = inputs.shape
         positions = companions.pop("positions", None)  # documents that restart at 0 keep doing so, in every stage
@@ -128,8 +134,30 @@ class CompositionTrainer(IndexerTrainer):
             )
         return has_step_left
 
+    def forward_backward_step(
+        self, *, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Loss and gradients of one batch, before they change a weight.
+
+        Raises:
+            RankError: on every rank, where the loss of one is not finite.
+        """
+
+        def once() -> torch.Tensor:
+            loss: torch.Tensor = super(CompositionTrainer, self).forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+            return loss
+
+        loss = once()
+        if not self._goes_on:
+            self._guard.require_finite(self.step, loss, once, self.model_parts)
+        return loss
+
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step, reported if torchtitan logs it; by its validation if one follows."""
+        if not self._has_trained:
+            self._guard.require_same_weights(self.model_parts)
         self._has_trained = True
         started, sent, seen = time.perf_counter(), self.cp.bytes_sent, self.ntokens_seen
         super().train_step(data_iterator)
