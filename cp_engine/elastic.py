@@ -34,8 +34,6 @@ from cp_engine.ranks import (
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
 
-SHUTDOWN, SHUTDOWN_SECONDS = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 5
-"""A rank that hangs in a collective has this long to end before it is killed; torch before 2.13 does not read it, and waits longer."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PRELOADED = (
     *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch.distributed.pipelining"),
@@ -137,7 +135,7 @@ def watch(config: Mapping[str, object], *, ranks: int, out: TextIO, is_live: boo
 
 def _worker_environment(ranks: int) -> dict[str, str]:
     """What the ranks, and the agent that starts them, find in their environment unless the user set it."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), SHUTDOWN: str(SHUTDOWN_SECONDS)}
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     if "lo" in [name for _, name in socket.if_nameindex()]:
         wanted["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no host name has to resolve, nothing listens outside
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -13,7 +13,7 @@ from cp_engine.elastic import watch
 from cp_engine.endings import RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.progress import log_path
-from cp_engine.ranks import Config, redirect, section, train
+from cp_engine.ranks import Config, leave, redirect, section, train
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -102,23 +102,33 @@ def run_joined(config: Config, *, out: TextIO | None) -> None:
         RankFailure: with this rank's own error; torchrun then ends the others.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    log = log_path(Path(str(section(config, "launch")["output_dir"])), rank)
+    output_dir = Path(str(section(config, "launch")["output_dir"]))
+    log = log_path(output_dir, rank)
     terminals = os.dup(1), os.dup(2)
     redirect(log)
+
+    def fail(error: Exception) -> None:  # from a thread, where the main one hangs
+        os.write(terminals[1], f"{_failure(rank, world_size, error, log)}\n".encode())
+        leave(output_dir, error)
+
     try:
         if out is None:
-            train(config)
+            train(config, fail)
             return
         with os.fdopen(os.dup(terminals[0]), "w") as terminal:
             with watch(config, ranks=world_size, out=terminal, is_live=False) as shown:
-                train(config)
+                train(config, fail)
             print(shown.summary(), file=terminal, flush=True)
     except Exception as error:
-        text = str(error) if str(error).startswith(type(error).__name__) else f"{type(error).__name__}: {error}"
-        raise RankFailure(f"RankFailure: rank {rank} of {world_size} failed\n  {text}\n  log  {log}") from error
+        raise RankFailure(_failure(rank, world_size, error, log)) from error
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         for terminal_copy, number in zip(terminals, (1, 2), strict=True):
             os.dup2(terminal_copy, number)
             os.close(terminal_copy)
+
+
+def _failure(rank: int, ranks: int, error: Exception, log: Path) -> str:
+    text = str(error) if str(error).startswith(type(error).__name__) else f"{type(error).__name__}: {error}"
+    return f"RankFailure: rank {rank} of {ranks} failed\n  {text}\n  log  {log}"

@@ -34,6 +34,7 @@ KEYS: Mapping[str, str] = {
     "launch.inline": "bool",
     "launch.resume": "str | null",
     "launch.verbose": "bool",
+    "launch.watch_seconds": "float | null",
     "launch.nonfinite": "'stop' | 'go_on'",
     "toml": "str | null",
     "out": "str | null",

@@ -35,8 +35,8 @@ SECONDS_SEEN_LATE = 1.0
 """A killed rank counts as earlier by this much: its peers may write their error before its death is seen."""
 RESERVED = 2**14
 """Bytes of the file in which a rank says how it ended, taken before it starts: there may be no space left when it has to."""
-SECONDS_UNNOTICED = 5.0
-"""Torch's agent sees any exit code but 0 at once. For a rank that left with that before its job was done it would wait for ever."""
+SECONDS_LEFT = 5.0
+"""The other ranks have this long to end after one ended the run. Torch's agent gives them 30, and sees an exit code of 0 as a job done."""
 LOST = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|Socket (closed|Timeout)|[Tt]imed out|timeout|remote process exited|nccl\w*Error"
 )
@@ -111,10 +111,25 @@ class Deaths:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._look(0.05)
-            unnoticed = [r for r, seconds in self._seen.items() if time.time() - seconds > SECONDS_UNNOTICED]
-            if not self.has_ended_run and set(unnoticed) - set(_written(self.output_dir, self.ranks)):
-                self.has_ended_run = True
-                os.kill(os.getpid(), signal.SIGTERM)  # what the agent ends the ranks for
+            if any(time.time() - seconds > SECONDS_LEFT for seconds in self._seen.values()):
+                self._end_late()
+
+    def _end_late(self) -> None:
+        """Ends what is left of a run that a rank has ended."""
+        written = _written(self.output_dir, self.ranks)
+        late = time.time() - SECONDS_LEFT
+        ended = [r for r, seconds in self._seen.items() if seconds < late and (r not in written or written[r].message)]
+        if not ended:
+            return
+        for rank, process in enumerate(self._processes):
+            if rank not in self._seen and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(
+                        process.pid, signal.SIGKILL
+                    )  # also of a rank that is stopped, and keeps a SIGTERM for later
+        if not self.has_ended_run and any(self._processes[rank].exitcode == 0 for rank in ended):
+            self.has_ended_run = True
+            os.kill(os.getpid(), signal.SIGTERM)  # what the agent ends for
 
     def _look(self, seconds: float) -> None:
         with self._lock:
@@ -206,6 +221,20 @@ def _end_with_parent() -> None:
         threading.Thread(target=watch, args=(parent.sentinel,), name="parent", daemon=True).start()
 
 
+def leave(output_dir: Path, error: Exception) -> None:
+    """Ends this rank by an error that a thread knows of: the main thread waits for another rank, or hangs.
+
+    Args:
+        output_dir: the job's folder.
+        error: for this rank's log, and for the parent that started it.
+    """
+    if end_path(output_dir, rank := int(os.environ["RANK"])).exists():
+        _write_end(output_dir, rank, error)
+    with suppress(OSError):
+        print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def _leave() -> None:
     with suppress(OSError):
         _flush()
@@ -218,11 +247,16 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def train(config: Config) -> None:
-    """The training job of this rank."""
+def train(config: Config, fail: Callable[[Exception], object] | None = None) -> None:
+    """The training job of this rank.
+
+    Args:
+        config: the composed configuration.
+        fail: ends this process from a thread; None is `leave`.
+    """
     from cp_engine.train import run  # here: it imports torchtitan, which takes seconds
 
-    run(config)
+    run(config, fail)
 
 
 def redirect(path: Path) -> None:

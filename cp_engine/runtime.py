@@ -92,6 +92,11 @@ class ContextParallel:
         """Collectives that this rank took part in so far."""
         return self._communicator.traffic.collectives if self._communicator else 0
 
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of attention that this rank has begun so far."""
+        return sum(self._attention.passes)
+
     # -------------------------------------------------------------- attention
     @contextmanager
     def context(self, *modules: nn.Module) -> Iterator["ContextParallel"]:

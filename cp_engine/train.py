@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -24,6 +25,7 @@ from cp_engine.integrations.torchtitan_cpu import cpu_shims
 from cp_engine.integrations.torchtitan_resume import checkpoint_of
 from cp_engine.job import shape_of
 from cp_engine.progress import log_path
+from cp_engine.ranks import leave
 from cp_engine.schema import degree_of, plan_from_config
 
 if TYPE_CHECKING:  # the run imports it after the device is settled
@@ -32,11 +34,12 @@ if TYPE_CHECKING:  # the run imports it after the device is settled
 METRICS = "metrics.jsonl"
 
 
-def run(config: Mapping[str, object]) -> None:
+def run(config: Mapping[str, object], fail: Callable[[Exception], object] | None = None) -> None:
     """Train on this rank; every rank of the job calls it with the same configuration.
 
     Args:
         config: the composed configuration, with `launch.output_dir` (an existing folder) and `launch.device`.
+        fail: ends this process from a thread, when a rank does not go on; None is `leave`.
 
     Raises:
         ConfigError: what only torchtitan itself can tell is wrong.
@@ -44,19 +47,25 @@ def run(config: Mapping[str, object]) -> None:
     with rank_process(config):
         from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
 
-        train_composition(config, CompositionTrainer)
+        train_composition(config, CompositionTrainer, fail)
 
 
-def train_composition(config: Mapping[str, object], trainer_class: "type[CompositionTrainer]") -> None:
+def train_composition(
+    config: Mapping[str, object],
+    trainer_class: "type[CompositionTrainer]",
+    fail: Callable[[Exception], object] | None = None,
+) -> None:
     """Plan, build the trainer, train; inside `rank_process`.
 
     Args:
         config: the composed configuration.
         trainer_class: the trainer, or one that records more.
+        fail: as of `run`.
     """
     from cp_engine.integrations.torchtitan_companions import declared
     from cp_engine.integrations.torchtitan_host import hosted, job_config
     from cp_engine.integrations.torchtitan_spec import refuse_other_shape
+    from cp_engine.integrations.torchtitan_trainer import Watching
 
     job = job_config(titan_of(config))
     with hosted(job, data=section(config, "data"), is_composed=True), ExitStack() as finish:
@@ -66,7 +75,10 @@ def train_composition(config: Mapping[str, object], trainer_class: "type[Composi
         companions = declared(section(config, "data"))
         launch = section(config, "launch")
         kernels, goes_on = str(launch["device"]), launch["nonfinite"] == "go_on"
-        trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on)
+        seconds = launch["watch_seconds"]
+        fail = fail or partial(leave, Path(str(launch["output_dir"])))
+        watching = Watching(seconds=None if seconds is None else float(str(seconds)), fail=fail)
+        trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on, watching)
         finish.callback(trainer.close)
         if job.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,28 @@ def clean_environment(**more: str) -> dict[str, str]:
     """The environment of a user's shell: no rank of another job."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     return {**kept, "PYTHONPATH": str(LAUNCH.parent), **more}
+
+
+def alive(session: int) -> list[str]:
+    """Processes of a session that still run; one that ended and waits to be reaped does not."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, of = text[text.rindex(")") + 2 :].split()[:4]
+        if int(of) == session and state not in "ZX":
+            found.append(text)
+    return found
+
+
+def gone(session: int) -> bool:
+    """Whether a session has no process left, at last."""
+    end = time.monotonic() + PATIENCE
+    while alive(session) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not alive(session)
 
 
 @dataclass(frozen=True)

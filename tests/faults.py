@@ -1,13 +1,14 @@
 """A module as a user writes one, whose training goes wrong on one rank: `titan.experimental.custom_import=tests.faults`.
 
 The environment says how: `FAULT_RANK`, `FAULT_STEP` (counted from 1), `FAULT_AT` (import, start, forward, backward, optimizer, state) and
-`FAULT`, a line of Python in which `os`, `signal`, `sys`, `time`, `torch` and `model` are known.
+`FAULT`, a line of Python in which `os`, `signal`, `sys`, `threading`, `time`, `torch` and `model` are known.
 """
 
 import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -37,6 +38,7 @@ class Fault:
                 "signal": signal,
                 "sys": sys,
                 "time": time,
+                "threading": threading,
                 "torch": torch,
                 "model": self.model,
             }

@@ -7,14 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment
+from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment, gone
 
 SMALL = ("titan.training.seq_len=64", "titan.training.local_batch_size=1")
 ENDLESS = ("titan.training.steps=20000", "titan.comm.train_timeout_seconds=3600", *SMALL)
@@ -345,28 +344,6 @@ def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def alive(session: int) -> list[str]:
-    """Processes of a session that still run; one that ended and waits to be reaped does not."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, _, _, of = text[text.rindex(")") + 2 :].split()[:4]
-        if int(of) == session and state not in "ZX":
-            found.append(text)
-    return found
-
-
-def gone(session: int) -> bool:
-    """Whether a session has no process left, at last."""
-    end = time.monotonic() + PATIENCE
-    while alive(session) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not alive(session)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Runs that go wrong on one rank, in every way that is known: the end says what happened and on which rank, and nothing is left."""
 
-from collections.abc import Callable
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Result
+from tests.conftest import LAUNCH, PATIENCE, clean_environment, gone
 
 SMALL = ("model=llama3", "titan.experimental.custom_import=tests.faults", "titan.training.seq_len=64")
 OTHER_TEXT = "from cp_engine.data import rows; e = rows.encode; rows.encode = lambda text: e(text.replace('e', 'o'))"
@@ -31,6 +32,7 @@ class Case:
     step: int = 2
 
 
+WATCHED = ("launch.watch_seconds=20",)
 NAN = "model.{where}.register_forward_hook(lambda m, i, o: o * float('nan'))"
 CASES = {
     "nan in a module": Case(
@@ -68,22 +70,74 @@ CASES = {
         more=("titan.parallelism.data_parallel_replicate_degree={ranks}", "cp=none"),
         step=1,
     ),
+    **{
+        f"{name} {at}": Case(at=at, fault=fault, says=(says,), step=step)
+        for name, fault, says in (
+            ("SIGKILL", "os.kill(os.getpid(), 9)", "killed by SIGKILL (often: out of memory)"),
+            ("SIGTERM", "os.kill(os.getpid(), 15)", "killed by SIGTERM"),
+            ("SIGABRT", "os.abort()", "killed by SIGABRT"),
+            ("exit 7", "os._exit(7)", "ended with exit code 7"),
+            ("exit 0", "os._exit(0)", "ended with exit code 0 before its job was done"),
+            ("raise", "raise KeyError('no such sample')", "KeyError: 'no such sample'"),
+        )
+        for at, step in (("import", 1), ("start", 1), ("forward", 2), ("backward", 2), ("optimizer", 2))
+    },
+    "SIGKILL in an exchange": Case(
+        at="forward", fault="threading.Timer(0.0, os.kill, (os.getpid(), 9)).start()", says=("killed by SIGKILL",)
+    ),
+    "SIGSTOP start": Case(
+        at="start",
+        fault="os.kill(os.getpid(), signal.SIGSTOP)",
+        says=("rank {last}  tells nothing any more", "last    before its first step"),
+        more=WATCHED,
+        step=1,
+    ),
+    "SIGSTOP in an exchange": Case(
+        at="forward",
+        fault="threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGSTOP)).start()",
+        says=("rank {last}  tells nothing any more", "others  rank 0 is in step "),
+        more=WATCHED,
+    ),
+    **{
+        f"hangs {at}": Case(
+            at=at,
+            fault="time.sleep(3600)",
+            says=("rank {last}  is in step 2, ", "and the others wait for it", "faults.py:", f" {at}"),
+            more=WATCHED,
+        )
+        for at in ("forward", "backward")
+    },
 }
-QUICK = ("nan in a module after attention", "other text", "other weights")
+QUICK = (
+    "SIGKILL backward",
+    "SIGABRT forward",
+    "exit 0 optimizer",
+    "SIGSTOP in an exchange",
+    "hangs backward",
+    "nan in a module after attention",
+    "other text",
+    "other weights",
+)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in CASES])
-def test_a_fault_ends_the_run_and_is_named(
-    launch: Callable[..., Result], tmp_path: Path, name: str, ranks: int
-) -> None:
+def test_a_fault_ends_the_run_and_is_named(tmp_path: Path, name: str, ranks: int) -> None:
     case, last = CASES[name], ranks - 1
     fault = {"FAULT_RANK": str(last), "FAULT_STEP": str(case.step), "FAULT_AT": case.at, "FAULT": case.fault}
-    more = [argument.format(ranks=ranks) for argument in case.more]
-    result = launch(*(["cp=ulysses", f"cp.degree={ranks}"] if "cp=none" not in more else []), *SMALL, *more, **fault)
-    assert result.code == 1, result.out
-    first = result.err.partition("\n")[0]
-    assert first == f"RankFailure: rank {last} of {ranks} ended the run", result.err
+    strategy = () if "cp=none" in case.more else ("cp=ulysses", f"cp.degree={ranks}")
+    process = subprocess.Popen(
+        [sys.executable, str(LAUNCH), *strategy, *SMALL, *(argument.format(ranks=ranks) for argument in case.more)],
+        cwd=tmp_path,
+        env=clean_environment(**fault),
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, out
+    assert err.startswith(f"RankFailure: rank {last} of {ranks} ended the run\n"), err
     for text in case.says:
-        assert text.format(last=last) in result.err, result.err
-    assert not list(tmp_path.glob("**/*.end.json"))
+        assert text.format(last=last) in err, err
+    assert gone(process.pid) and not list(tmp_path.glob("**/*.end.json"))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
 
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.torchtitan_companions import Declared, to_cut
@@ -20,6 +21,7 @@ from cp_engine.integrations.torchtitan_host import RecordedMetrics
 from cp_engine.integrations.torchtitan_indexer import IndexerTrainer
 from cp_engine.integrations.torchtitan_validation import Batch, CompositionValidator, of_last_stage
 from cp_engine.plan import Plan
+from cp_engine.pulse import Pulse
 from cp_engine.runtime import ContextParallel
 
 
@@ -46,6 +48,19 @@ class StepReport:
     indexer_loss: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """What happens when a rank does not go on.
+
+    Args:
+        seconds: that the others wait for it; None for nine tenths of torchtitan's timeout that holds.
+        fail: ends this process.
+    """
+
+    seconds: float | None
+    fail: Callable[[Exception], object]
+
+
 class CompositionTrainer(IndexerTrainer):
     """Trains with the attention of one plan.
 
@@ -56,6 +71,7 @@ class CompositionTrainer(IndexerTrainer):
         kernels: device whose kernels are chosen; None is the job's.
         companions: what is cut with the tokens; none but `positions` if nothing is said.
         goes_on: where a loss is not finite.
+        watching: for how long a rank may stand still while another one is behind, and what ends this process then.
 
     Raises:
         ConfigError: a model that brings a validation of its own.
@@ -71,20 +87,47 @@ class CompositionTrainer(IndexerTrainer):
         kernels: str | None = None,
         companions: Declared | None = None,
         goes_on: bool = False,
+        watching: Watching | None = None,
     ) -> None:
+        self._watching, self._pulse = watching, None
         super().__init__(job_config)
         mesh, heads = (self.parallel_dims.get_optional_mesh(name) for name in ("cp", "tp"))
         self.cp = ContextParallel(plan, mesh, self.device.type, kernels, heads)
         self._report = report
         self._declared = companions or Declared()
         self._guard, self._goes_on = Guard(self.parallel_dims, self.device, plan.name), goes_on
-        self._has_trained = False
         if job_config.validation.enable:
             if type(self.validator) is not Validator:
                 what = f"is true, and {job_config.model.name} validates with {type(self.validator).__name__}, which cannot be cut"
                 tries = ("titan.validation.enable=false",)
                 raise ConfigError([Problem(key="titan.validation.enable", what=what, tries=tries)])
             self.validator = CompositionValidator(self.validator, self.post_dataloading_process, self._validated)
+
+    _pulse: Pulse | None
+
+    def init_distributed(self) -> ParallelDims:
+        """The process groups, and from then on a mark of where this rank is."""
+        dims = super().init_distributed()
+        if (watching := self._watching) is not None and dims.world_size > 1:
+            comm = self.job_config.comm
+
+            def bound() -> float:  # after a first step torchtitan shortens the timeout; after a resume there is none
+                is_shortened = self._has_trained and self.step > 1 and self._began == 1
+                return watching.seconds or 0.9 * (
+                    comm.train_timeout_seconds if is_shortened else comm.init_timeout_seconds
+                )
+
+            self._pulse = Pulse(bound, lambda: self._passes() if dims.pp == 1 else 0, watching.fail)
+        return dims
+
+    _has_trained, _began = False, 0
+
+    def _passes(self) -> int:
+        return self.cp.passes if hasattr(self, "cp") else 0  # __init__ is not done
+
+    def _at(self, phase: int, doing: str) -> None:
+        if self._pulse is not None:
+            self._pulse.mark(self.step, phase, place=f"in step {self.step}, {doing}")
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -102,6 +145,7 @@ class CompositionTrainer(IndexerTrainer):
             CallError: a companion that has the sequence length and is not declared, or is to be cut and has another length.
             RankError: ranks that share the sequence read different text.
         """
+        self._at(2, "in a pass over a batch")
         self._guard.require_same_text(self.step, input_dict, labels)
         inputs, labels, companions, arguments = super().post_dataloading_process(input_dict, labels)
         batch, sequence = inputs.shape
@@ -152,15 +196,18 @@ class CompositionTrainer(IndexerTrainer):
         loss = once()
         if not self._goes_on:
             self._guard.require_finite(self.step, loss, once, self.model_parts)
+        self._at(3, "after a pass over a batch")
         return loss
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One step, reported if torchtitan logs it; by its validation if one follows."""
+        self._at(1, "reading its rows")
         if not self._has_trained:
             self._guard.require_same_weights(self.model_parts)
-        self._has_trained = True
+            self._has_trained, self._began = True, self.step
         started, sent, seen = time.perf_counter(), self.cp.bytes_sent, self.ntokens_seen
         super().train_step(data_iterator)
+        self._at(4, "after the optimizer's step")
         if not self.metrics_processor.should_log(self.step):
             return
         total = torch.tensor(self.cp.bytes_sent - sent, dtype=torch.int64, device=self.device)
@@ -182,6 +229,8 @@ class CompositionTrainer(IndexerTrainer):
     def close(self) -> None:
         """Finish checkpoints and metrics, and detach the engine."""
         super().close()
+        if self._pulse is not None:
+            self._pulse.close()
         if hasattr(self, "cp"):  # torchtitan's __init__ may have failed
             self.cp.close()
 
