@@ -138,7 +138,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except OSError as error:
             if started or isinstance(error, BrokenPipeError):
                 raise
-            what = f"the run's folder cannot be made: {error.strerror}: {error.filename}"
+            what = f"the run's folder cannot be made: {error.strerror}{f': {error.filename}' if error.filename else ''}"
             raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
         except yaml.YAMLError as error:
             raise ConfigError([Problem(key="a YAML file", what=" ".join(str(error).split()))]) from error

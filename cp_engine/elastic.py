@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -20,7 +20,7 @@ from cp_engine import devices, job, world
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import value_of
-from cp_engine.progress import Watch
+from cp_engine.progress import LogFile, Watch
 from cp_engine.ranks import (
     Config,
     Deaths,
@@ -110,10 +110,16 @@ def run_ranks(function: Callable[[Config], None], config: Config, output_dir: Pa
         RankFailure: with the error of the rank that failed first.
         Interrupted: by Ctrl-C or a signal; no process is left.
     """
-    (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
+    deaths = Deaths(output_dir, ranks)
+    try:
+        (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
+        deaths.begin()
+    except OSError as error:
+        what = f"cannot be written to: {error.strerror}: {output_dir / 'ranks'}"
+        raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
     # The thread of `deaths` first: it is the one that does not block Ctrl-C.
     try:
-        with Deaths(output_dir, ranks) as deaths, _environment(_worker_environment(ranks)), _signals():
+        with deaths, _environment(_worker_environment(ranks)), _signals():
             _spawn(function, config, output_dir, deaths)
     finally:
         for rank in range(ranks):
@@ -206,7 +212,7 @@ def _logs_specs(output_dir: Path, deaths: Deaths) -> "LogsSpecs":
 @contextmanager
 def _agent_log(path: Path) -> Iterator[None]:
     """The agent's own messages go to a file: the terminal shows one error, the rank's."""
-    handler = logging.FileHandler(path, delay=True)
+    handler = LogFile(path, delay=True)
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
     before = [logger.propagate for logger in loggers]
     for logger in loggers:
@@ -218,7 +224,8 @@ def _agent_log(path: Path) -> Iterator[None]:
         for logger, propagates in zip(loggers, before, strict=True):
             logger.propagate = propagates
             logger.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):  # of what it could not write
+            handler.close()
 
 
 def _end_children() -> None:

@@ -1,6 +1,7 @@
 """What a person sees of a running job: progress from metrics.jsonl, the ranks' lines if asked, a closing summary."""
 
 import json
+import logging
 import os
 import statistics
 import threading
@@ -22,6 +23,13 @@ class Screen(Console):
     def on_broken_pipe(self) -> None:
         """Called by rich, which would exit with 1."""
         raise BrokenPipeError
+
+
+class LogFile(logging.FileHandler):
+    """A log that ends where there is no space left; logging would print a traceback of its own for each further line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+        """Called by logging."""
 
 
 class Tail:

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -37,6 +38,8 @@ RESERVED = 2**14
 """Bytes of the file in which a rank says how it ended, taken before it starts: there may be no space left when it has to."""
 SECONDS_LEFT = 5.0
 """The other ranks have this long to end after one ended the run. Torch's agent gives them 30, and sees an exit code of 0 as a job done."""
+FULL = 2**24
+"""A disk with fewer bytes left is said to be full: that may be why a run ended, whatever its error says."""
 LOST = re.compile(
     r"Connection (reset|closed|refused)|Broken pipe|Socket (closed|Timeout)|[Tt]imed out|timeout|remote process exited|nccl\w*Error"
 )
@@ -186,7 +189,7 @@ def run_rank(function: Callable[[Config], None], config: Config, environment: Ma
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         function(config)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # a checkpoint's is no Exception
         _write_end(output_dir, rank, error)  # before the log, for which there may be no space
         with suppress(OSError):
             traceback.print_exc()
@@ -298,6 +301,9 @@ def failure_text(output_dir: Path, ending: Ending, ranks: int) -> str:
     log = log_path(output_dir, ending.rank)
     lines = [f"RankFailure: rank {ending.rank} of {ranks} ended the run"]
     lines += [f"  {line}" for line in ending.message.splitlines()]
+    space = shutil.disk_usage(output_dir)
+    if space.free < FULL:
+        lines.append(f"  disk {space.free / 2**20:.1f} MiB left of {space.total / 2**20:,.0f}, in {output_dir}")
     return "\n".join([*lines, f"  log  {log}", *(f"    | {line}" for line in last_lines(log, LOG_LINES))])
 
 

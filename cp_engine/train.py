@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from cp_engine import data
 from cp_engine.devices import of_tensors, operators_of
-from cp_engine.errors import ConfigError, Problem
+from cp_engine.errors import ConfigError, Problem, RankError
 from cp_engine.integrations.module_needs import without_spared_module
 from cp_engine.integrations.torchtitan import titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 from cp_engine.integrations.torchtitan_resume import checkpoint_of
 from cp_engine.job import shape_of
-from cp_engine.progress import log_path
+from cp_engine.progress import LogFile, log_path
 from cp_engine.ranks import leave
 from cp_engine.schema import degree_of, plan_from_config
 
@@ -80,10 +81,22 @@ def train_composition(
         watching = Watching(seconds=None if seconds is None else float(str(seconds)), fail=fail)
         trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on, watching)
         finish.callback(trainer.close)
-        if job.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.save(curr_step=0, last_step=True)
-        else:
-            trainer.train()
+        try:
+            if job.checkpoint.create_seed_checkpoint:
+                trainer.checkpointer.save(curr_step=0, last_step=True)
+            else:
+                trainer.train()
+        except CheckpointException as error:  # of every rank, with a traceback for each that failed
+            raise _of_checkpoint(error) from error
+
+
+def _of_checkpoint(error: CheckpointException) -> RankError:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    text = next(iter(str(cause).splitlines()), "")
+    what = f"could not be written or read: {type(cause).__name__}: {text}"
+    return RankError(
+        [Problem(key="checkpoint", what=what, details=(("ranks", ", ".join(map(str, error.failures))),))], "", rank
+    )
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -205,7 +218,7 @@ def _restore_environment(before: Mapping[str, str]) -> None:
 def _log_to_file(undo: ExitStack, path: Path) -> None:
     # torchtitan logs to the root logger, and its own set-up would take the caller's handlers away
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     root = logging.getLogger()
     undo.callback(handler.close)

@@ -1,5 +1,6 @@
 """Runs that go wrong on one rank, in every way that is known: the end says what happened and on which rank, and nothing is left."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -141,3 +142,39 @@ def test_a_fault_ends_the_run_and_is_named(tmp_path: Path, name: str, ranks: int
     for text in case.says:
         assert text.format(last=last) in err, err
     assert gone(process.pid) and not list(tmp_path.glob("**/*.end.json"))
+
+
+def can_mount() -> bool:
+    unshare = shutil.which("unshare")
+    return (
+        unshare is not None
+        and subprocess.run([unshare, "-rm", "true"], check=False, capture_output=True).returncode == 0
+    )
+
+
+SMALL_DISK = """
+mount -t tmpfs -o size={size} tmpfs {folder} && exec {python} {launch} model=llama3 cp=ulysses titan.training.seq_len=64 \
+titan.checkpoint.enable=true titan.checkpoint.interval=2 hydra.run.dir={folder}/run
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="this user may not mount a small disk")
+@pytest.mark.parametrize(
+    ("size", "said"), [("12M", "RankFailure: rank 0 of 2 ended"), ("40k", "hydra.run.dir  cannot be")]
+)
+def test_a_full_disk_is_named_without_tracebacks_of_the_log(tmp_path: Path, size: str, said: str) -> None:
+    (tmp_path / "disk").mkdir()
+    script = SMALL_DISK.format(size=size, folder=tmp_path / "disk", python=sys.executable, launch=LAUNCH)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 1 and said in done.stderr, done.stderr
+    assert ("  disk 0.0 MiB left of 12, in " in done.stderr) == (size == "12M"), done.stderr
+    assert "No space left" in done.stderr or "checkpoint  could not be written" in done.stderr, done.stderr
+    assert "Logging error" not in done.stderr and "Error executing job" not in done.stderr
