@@ -146,6 +146,8 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             if started:
                 raise
             raise _unstarted(error, arguments) from error
+    if toml_argument.SWEEPS & set(arguments):
+        _remove_unused_sweep(started, Path.cwd())
     if unread:
         raise unread[0]
     if failed and toml_argument.SWEEPS & set(arguments):
@@ -243,13 +245,30 @@ def _together(arguments: Sequence[str]) -> list[str]:
     return [*options, *overrides]
 
 
-def _remove_unused(folder: Path, typed_in: Path) -> None:
-    """A job that was refused before it started leaves no folder."""
-    if folder != typed_in and {p.name for p in folder.iterdir()} == {".hydra"}:
-        shutil.rmtree(folder)
-        for parent in (folder.parent, folder.parent.parent):
-            if parent != typed_in and not any(parent.iterdir()):
-                parent.rmdir()
+def _remove_unused(folder: Path, typed_in: Path, left: str = ".hydra") -> None:
+    """A job that was refused before it started, or only printed, leaves no folder, and a sweep of such jobs leaves none.
+
+    Args:
+        folder: of the job, or of the sweep.
+        typed_in: where the command was typed, which stays.
+        left: what Hydra wrote into the folder.
+    """
+    if folder == typed_in or not folder.is_dir() or {p.name for p in folder.iterdir()} - {left}:
+        return
+    shutil.rmtree(folder)
+    for parent in (folder.parent, folder.parent.parent):
+        if parent == typed_in or any(parent.iterdir()):
+            return
+        parent.rmdir()
+
+
+def _remove_unused_sweep(jobs: Sequence[Path], typed_in: Path) -> None:
+    for folder in jobs:
+        if folder.is_dir() and not any(folder.iterdir()) and folder != typed_in:
+            folder.rmdir()
+    for sweep in {folder.parent for folder in jobs}:
+        if (sweep / "multirun.yaml").is_file():
+            _remove_unused(sweep, typed_in, "multirun.yaml")
 
 
 def _only_prints(argument: str, arguments: Sequence[str]) -> bool:

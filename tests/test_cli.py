@@ -213,13 +213,17 @@ def test_invalid_yaml_is_refused_with_its_file(command: Callable[..., Result], t
     assert "mine.yaml" in result.err
 
 
-def test_sweep_explains_one_after_the_other_and_a_bad_job_does_not_stop_it(command: Callable[..., Result]) -> None:
+def test_sweep_explains_one_after_the_other_and_a_bad_job_does_not_stop_it(
+    command: Callable[..., Result], tmp_path: Path
+) -> None:
     result = command("mode=explain", "cp=none,ulysses,allgather_kv", "cp.mesh.nope=3", "-m")
     assert result.code == 1  # the key is in no preset: refused before any job
     result = command("-m", "mode=explain", "cp.steps.attend.kernel=math,wrong,auto")
     assert result.code == 1
     assert "kernel=wrong" in result.err.partition("failed jobs:")[2]
     assert result.err.partition("failed jobs:")[2].count("mode=explain") == 1
+    assert command("-m", "cp.degree=2,4", "titan.training.seq_len=65").code == 1  # refused to train
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_value_that_names_a_rank_of_another_job_is_refused(
