@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from cp_engine import devices, job, world
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.torchtitan_resume import source_of
 from cp_engine.keys import value_of
 from cp_engine.progress import LogFile, Watch
 from cp_engine.ranks import (
@@ -82,12 +83,16 @@ def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
         out: where to show progress and summary.
 
     Raises:
+        ConfigError: there is nothing to continue from, or the folder cannot be written to.
         RankFailure: with the error of the rank that failed first.
         Interrupted: by Ctrl-C or a signal; no process is left.
     """
     ranks = world.world_size(config)
     settings = section(config, "launch")
     settings |= {"output_dir": str(output_dir), "device": devices.resolve(str(settings["device"]), ranks)}
+    if (source := source_of(config, output_dir)) is not None:
+        settings["resume"] = str(source.path)
+        print(f"{'resume':<9}{source.line()}", file=out, flush=True)
     config = {**config, "launch": settings}
     with watch(config, ranks=ranks, out=out, is_live=not settings["inline"]) as shown:
         if settings["inline"]:

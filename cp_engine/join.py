@@ -12,6 +12,7 @@ from cp_engine.devices import resolve
 from cp_engine.elastic import watch
 from cp_engine.endings import RankFailure
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.torchtitan_resume import source_of
 from cp_engine.progress import log_path
 from cp_engine.ranks import Config, leave, redirect, section, train
 
@@ -67,11 +68,14 @@ class Group:
             out: where to show progress and summary.
 
         Raises:
-            ConfigError: if launch.nproc is not the number of ranks that were started.
+            ConfigError: there is nothing to continue from.
         """
         settings = section(config, "launch")
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         settings |= {"output_dir": str(output_dir), "device": resolve(str(settings["device"]), local_ranks)}
+        if (source := source_of(config, output_dir)) is not None:
+            settings["resume"] = str(source.path)
+            print(f"{'resume':<9}{source.line()}", file=out, flush=True)
         config = {**config, "launch": settings}
         (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
         self.tell({"config": config})

@@ -33,6 +33,7 @@ KEYS: Mapping[str, str] = {
     "launch.nproc": "int | null",
     "launch.inline": "bool",
     "launch.resume": "str | null",
+    "launch.resume_check": "'digest' | 'sizes'",
     "launch.verbose": "bool",
     "launch.watch_seconds": "float | null",
     "launch.nonfinite": "'stop' | 'go_on'",

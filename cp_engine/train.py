@@ -21,9 +21,8 @@ from cp_engine import data
 from cp_engine.devices import of_tensors, operators_of
 from cp_engine.errors import ConfigError, Problem, RankError
 from cp_engine.integrations.module_needs import without_spared_module
-from cp_engine.integrations.torchtitan import titan_value
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.integrations.torchtitan_resume import checkpoint_of
+from cp_engine.integrations.torchtitan_resume import Source, source_of
 from cp_engine.job import shape_of
 from cp_engine.progress import LogFile, log_path
 from cp_engine.ranks import leave
@@ -65,6 +64,7 @@ def train_composition(
     """
     from cp_engine.integrations.torchtitan_companions import declared
     from cp_engine.integrations.torchtitan_host import hosted, job_config
+    from cp_engine.integrations.torchtitan_saving import made_whole
     from cp_engine.integrations.torchtitan_spec import refuse_other_shape
     from cp_engine.integrations.torchtitan_trainer import Watching
 
@@ -81,6 +81,7 @@ def train_composition(
         watching = Watching(seconds=None if seconds is None else float(str(seconds)), fail=fail)
         trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on, watching)
         finish.callback(trainer.close)
+        made_whole(trainer.checkpointer, _agreed_source(config))
         try:
             if job.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -88,6 +89,26 @@ def train_composition(
                 trainer.train()
         except CheckpointException as error:  # of every rank, with a traceback for each that failed
             raise _of_checkpoint(error) from error
+
+
+def _agreed_source(config: Mapping[str, object]) -> Path | None:
+    """What rank 0 finds to continue from, on every rank; after a restart that is no longer what the launcher found."""
+    found: list[Source | ConfigError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            output_dir = Path(str(section(config, "launch")["output_dir"]))
+            found = [
+                source_of(config, output_dir, is_restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
+            ]
+        except ConfigError as error:
+            found = [error]  # for every rank
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], ConfigError):
+        raise found[0]
+    if found[0] is None:
+        return None
+    logging.getLogger().info("resume %s", found[0].line())
+    return found[0].path
 
 
 def _of_checkpoint(error: CheckpointException) -> RankError:
@@ -107,13 +128,10 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def titan_of(config: Mapping[str, object]) -> dict[str, object]:
-    """The `titan` node with what the rest of the configuration decides: degree, folder, what to resume from.
+    """The `titan` node with what the rest of the configuration decides: degree, folder, whether checkpoints are read.
 
     Args:
         config: the composed configuration.
-
-    Raises:
-        ConfigError: `launch.resume` names no checkpoint that training can continue from.
     """
     titan = deepcopy(dict(section(config, "titan")))
     launch = section(config, "launch")
@@ -127,12 +145,8 @@ def titan_of(config: Mapping[str, object]) -> dict[str, object]:
             _section_of(titan, "model").setdefault("hf_assets_path", tokenizer)
     if launch.get("resume") is not None:
         checkpoint = _section_of(titan, "checkpoint")
-        folder = titan_value(config, "checkpoint.folder", "checkpoint")
         if not checkpoint.get("enable"):
             checkpoint.update(enable=True, load_only=True)
-        checkpoint.update(
-            initial_load_path=str(checkpoint_of(str(launch["resume"]), str(folder))), initial_load_model_only=False
-        )
     return without_spared_module(config, titan)
 
 

@@ -304,11 +304,13 @@ def checkpoint(folder: Path, *entries: str) -> Path:
     return folder
 
 
-def test_checkpoint_of_takes_the_newest_step(tmp_path: Path) -> None:
+def test_a_run_stands_for_its_newest_step(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         newest = checkpoint(tmp_path / "checkpoint" / f"step-{step}", "train_state.step", "weight")
-    assert torchtitan_resume.checkpoint_of(str(tmp_path), "checkpoint").name == "step-10"
-    assert torchtitan_resume.checkpoint_of(str(newest), "checkpoint") == newest.resolve()
+    for resume, name in ((tmp_path, "step-10"), (newest, newest.name)):
+        source = torchtitan_resume.source_of(configured(tmp_path / "new", f"launch.resume={resume}"), tmp_path / "new")
+        assert source is not None and source.path == (tmp_path / "checkpoint" / name).resolve()
+        assert "no digests" in source.note
 
 
 def test_check_refuses_to_resume_from_weights_alone(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
-"""`launch.resume`: which checkpoint it means, and whether the job can continue from it; nothing here imports torchtitan."""
+"""Which checkpoint a job continues from, and whether it can; nothing here imports torchtitan.
+
+Decided once, before ranks start: torchtitan prefers whatever lies in the run's own folder to what was named.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -9,6 +13,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import world
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.integrations.checkpoint_files import (
+    SAVING,
+    Damaged,
+    Unsafe,
+    metadata_of,
+    require_safe,
+    require_whole,
+    step_of,
+    steps_in,
+)
 from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import ABSENT, lookup, value_of
 
@@ -20,6 +34,114 @@ DATA = re.compile(r"dataloader\.dp_rank_(\d+)")
 """The place in the data of one data-parallel rank."""
 SAVED, STARTED = Path(".hydra", "config.yaml"), Path(".hydra", "hydra.yaml")
 """What a run was told, in its folder, and how it was started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What a job continues from.
+
+    Args:
+        path: a `step-N` folder, absolute.
+        note: what a reader should know of the choice.
+    """
+
+    path: Path
+    note: str = ""
+
+    def line(self) -> str:
+        """The line before the steps of a run that continues."""
+        return f"step {step_of(self.path)} of {self.path.parent}" + (f"  ({self.note})" if self.note else "")
+
+
+def source_of(config: Mapping[str, object], output_dir: Path, *, is_restart: bool = False) -> Source | None:
+    """Decides what a job continues from, and reads as much of it as `launch.resume_check` says.
+
+    Args:
+        config: the whole composed configuration.
+        output_dir: the job's folder.
+        is_restart: the same run goes on after a rank ended it: its own newest checkpoint counts, if it has one.
+
+    Returns:
+        None where training begins anew, or from weights that torchtitan finds.
+
+    Raises:
+        ConfigError: nothing can be continued from what is named, or another checkpoint would be in the way.
+    """
+    resume, own = lookup(config, "launch.resume"), output_dir / str(value_of(config, "titan.checkpoint.folder"))
+    digests = lookup(config, "launch.resume_check") != "sizes"
+    steps = steps_in(own)
+    weights = lookup(config, "titan.checkpoint.initial_load_path")
+    if isinstance(weights, str) and value_of(config, "titan.checkpoint.initial_load_in_hf") is not True:
+        _read(Path(weights), "titan.checkpoint.initial_load_path", digests)
+    if is_restart and (found := _newest(steps, digests)) is not None:
+        return found
+    if not isinstance(resume, str):
+        load_step = value_of(config, "titan.checkpoint.load_step")
+        if value_of(config, "titan.checkpoint.enable") is not True or not (steps or _wanted(load_step)):
+            return None
+        resume = str(own / f"step-{load_step}" if _wanted(load_step) else output_dir)
+    found = _chosen(resume, str(value_of(config, "titan.checkpoint.folder")), digests)
+    if not is_restart and steps:
+        _refuse_mixing(found.path, own, steps)
+    return found
+
+
+def _wanted(load_step: object) -> bool:
+    return isinstance(load_step, int) and load_step >= 0
+
+
+def _refuse_mixing(found: Path, own: Path, steps: Sequence[Path]) -> None:
+    """A run's folder holds the checkpoints of one run: the next resume would take the newest of them."""
+    rule = ("rule", "a run's folder has the checkpoints of one run, of which the newest is continued")
+    if found.parent != own.resolve():
+        what = f"is {found}, and the run's folder has checkpoints of its own: {steps[-1]}"
+    elif later := [step for step in steps if step_of(step) > step_of(found) and _is_whole(step)]:
+        what = f"is {found}, and the run's folder has a later one, {later[-1].name}, which would be taken next time"
+    else:
+        return
+    tries = (f"launch.resume={found} hydra.run.dir=...", f"launch.resume={own.parent}")
+    raise ConfigError([Problem(key="launch.resume", what=what, details=(rule,), tries=tries)])
+
+
+def _is_whole(step: Path) -> bool:
+    try:
+        require_whole(step, digests=False)
+    except (Damaged, Unsafe):
+        return False
+    return True
+
+
+def _read(step: Path, key: str, digests: bool) -> bool:
+    """Whether a checkpoint that is named by a key is sealed; refuses one that is damaged or not safe to read."""
+    try:
+        is_sealed = require_whole(step, digests=digests)
+        require_safe(step)
+    except (Damaged, Unsafe) as error:
+        tries: tuple[str, ...] = ()
+        if key == "launch.resume" and isinstance(error, Damaged):
+            before = [s for s in steps_in(step.parent) if s != step and _is_whole(s) and _holds_training_state(s)]
+            tries = tuple(f"launch.resume={s}" for s in before[-1:])
+        what = f"{step} {error}" if isinstance(error, Damaged) else f"{step} is not safe to read: {error}"
+        raise ConfigError([Problem(key=key, what=what, tries=tries)]) from error
+    return is_sealed
+
+
+def _newest(steps: Sequence[Path], digests: bool) -> Source | None:
+    """The newest whole checkpoint, with what is said of those that were passed over; refuses one that is not safe to read."""
+    passed = []
+    for step in reversed(steps):
+        try:
+            is_sealed = require_whole(step, digests=digests)
+            require_safe(step)
+        except Damaged as error:
+            passed.append(f"{step.name} {error}")
+            continue
+        except Unsafe as error:
+            what = f"{step} is not safe to read: {error}"
+            raise ConfigError([Problem(key="launch.resume", what=what)]) from error
+        notes = [*passed, *(() if is_sealed else (f"{step.name} has no digests, so only sizes were compared",))]
+        return Source(path=step.resolve(), note="; ".join(notes))
+    return None
 
 
 def check(config: Mapping[str, object]) -> list[Problem]:
@@ -40,15 +162,15 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         tries = ("launch.resume=null", "~titan.checkpoint.initial_load_path")
         problems.append(Problem(key="launch.resume", what=what, tries=tries))
     try:
-        found = checkpoint_of(resume, str(value_of(config, "titan.checkpoint.folder")))
+        found = _chosen(resume, str(value_of(config, "titan.checkpoint.folder")), digests=False)
     except ConfigError as error:
         return [*problems, *error.problems]
-    return [*problems, *_of_another_job(config, found)]
+    return [*problems, *_of_another_job(config, found.path)]
 
 
 def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[Problem]:
     """What every rank would find out for itself, after the start."""
-    step, steps = _step(checkpoint), value_of(config, "titan.training.steps")
+    step, steps = step_of(checkpoint), value_of(config, "titan.training.steps")
     if isinstance(steps, int) and step >= steps:
         what = f"is {steps}, and {checkpoint} is at step {step}"
         yield Problem(key="titan.training.steps", what=what, tries=(f"titan.training.steps={step + 10}",))
@@ -105,48 +227,53 @@ def _folder_of(run: Path) -> Path:
     return Path(found) if isinstance(found, str) else Path.cwd()
 
 
-def checkpoint_of(resume: str, folder: str) -> Path:
-    """The checkpoint that `launch.resume` means.
+def _chosen(resume: str, folder: str, digests: bool) -> Source:
+    """The checkpoint that `launch.resume` means: the one named, or the newest whole one of the run.
 
     Args:
         resume: output folder of an earlier run, or one of its `step-N` folders.
         folder: `titan.checkpoint.folder`.
-
-    Returns:
-        The `step-N` folder: the one named, or the newest of the run.
+        digests: read every byte.
 
     Raises:
-        ConfigError: there is none, or it holds only weights.
+        ConfigError: there is none, it is damaged or not safe to read, or it holds only weights.
     """
     base = Path(resume)
-    found = (
-        [base]
-        if _is_checkpoint(base)
-        else sorted((step for step in (base / folder).glob("step-*") if _is_checkpoint(step)), key=_step)
-    )
-    if not found:
+    if step_of(base) >= 0 and base.is_dir():
+        is_sealed = _read(base, "launch.resume", digests)
+        note = "" if is_sealed else "it has no digests, so only sizes were compared"
+        found: Source | None = Source(path=base.resolve(), note=note)
+    else:
+        found = _newest(steps_in(base / folder), digests)
+    if found is None:
+        steps = steps_in(base / folder)
         what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
+        if steps:
+            what = f"no whole checkpoint in {base / folder}: {_damage(steps[-1])}"
+        elif next((base / folder).glob(f"{SAVING}*"), None) is not None:
+            what += ", only a save that was not finished"
         rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
         raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),))])
-    full = [step for step in found if _holds_training_state(step)]
-    if found[-1] not in full:
-        what = f"{found[-1]} holds weights only: no optimizer, no step, no place in the data"
+    if not _holds_training_state(found.path):
+        others = [
+            s for s in steps_in(found.path.parent) if s != found.path and _is_whole(s) and _holds_training_state(s)
+        ]
+        what = f"{found.path} holds weights only: no optimizer, no step, no place in the data"
         rule = "the last step of a run is saved whole with titan.checkpoint.last_save_model_only=false"
         tries = (
-            *(f"launch.resume={step}" for step in full[-1:]),
-            f"titan.checkpoint.enable=true titan.checkpoint.initial_load_path={found[-1]}",
+            *(f"launch.resume={step}" for step in others[-1:]),
+            f"titan.checkpoint.enable=true titan.checkpoint.initial_load_path={found.path}",
         )
         raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),), tries=tries)])
-    return found[-1].resolve()
+    return found
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return _step(folder) >= 0 and (folder / ".metadata").is_file()
-
-
-def _step(folder: Path) -> int:
-    match = re.fullmatch(r"step-(\d+)", folder.name)
-    return int(match.group(1)) if match else -1
+def _damage(step: Path) -> str:
+    try:
+        require_whole(step, digests=True)
+    except (Damaged, Unsafe) as error:
+        return f"{step.name} {error}"
+    return step.name
 
 
 def _holds_training_state(folder: Path) -> bool:
@@ -155,6 +282,4 @@ def _holds_training_state(folder: Path) -> bool:
 
 def _names(folder: Path) -> list[str]:
     """Of everything that a checkpoint holds."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # here: most jobs resume from nothing
-
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return list(metadata_of(folder).state_dict_metadata)
