@@ -209,7 +209,10 @@ def test_what_is_named_is_loaded_or_refused(old: Path, straight: Path, tmp_path:
     text = refusal(old, f"launch.resume={straight}")
     assert f"the run's folder has checkpoints of its own: {step(old, 6)}" in text
     text = refusal(old, "titan.checkpoint.enable=true", "+titan.checkpoint.load_step=5")
-    assert "there is no folder" in text and "step-5" in text
+    assert "titan.checkpoint.load_step  there is no folder" in text and "step-5" in text
+    assert "titan.checkpoint.load_step  means" in refusal(
+        old, "titan.checkpoint.enable=true", "+titan.checkpoint.load_step=4"
+    )
     own = source(old, "titan.checkpoint.enable=true")
     assert own is not None and own.path == step(old, 6).resolve()  # as torchtitan goes on in a run's folder
     assert source(tmp_path / "new", "titan.checkpoint.enable=true") is None

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -467,6 +468,7 @@ def test_a_run_that_continues_in_its_own_folder_keeps_one_line_per_step(tmp_path
         "+titan.lr_scheduler.total_steps=4",
     )
     train.run(configured(tmp_path, "cp=none", "model=llama3", *saving, "titan.training.steps=3"))
+    shutil.rmtree(tmp_path / "checkpoint" / "step-3")
     train.run(
         configured(
             tmp_path, "cp=none", "model=llama3", *saving, "titan.training.steps=3", "++titan.checkpoint.load_step=2"

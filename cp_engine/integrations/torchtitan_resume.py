@@ -67,7 +67,11 @@ def source_of(config: Mapping[str, object], output_dir: Path, *, is_restart: boo
     Raises:
         ConfigError: nothing can be continued from what is named, or another checkpoint would be in the way.
     """
-    resume, own = lookup(config, "launch.resume"), output_dir / str(value_of(config, "titan.checkpoint.folder"))
+    key, resume, own = (
+        "launch.resume",
+        lookup(config, "launch.resume"),
+        output_dir / str(value_of(config, "titan.checkpoint.folder")),
+    )
     digests = lookup(config, "launch.resume_check") != "sizes"
     steps = steps_in(own)
     weights = lookup(config, "titan.checkpoint.initial_load_path")
@@ -79,10 +83,11 @@ def source_of(config: Mapping[str, object], output_dir: Path, *, is_restart: boo
         load_step = value_of(config, "titan.checkpoint.load_step")
         if value_of(config, "titan.checkpoint.enable") is not True or not (steps or _wanted(load_step)):
             return None
+        key = "titan.checkpoint.load_step" if _wanted(load_step) else "titan.checkpoint.enable"
         resume = str(own / f"step-{load_step}" if _wanted(load_step) else output_dir)
-    found = _chosen(resume, str(value_of(config, "titan.checkpoint.folder")), digests)
+    found = _chosen(resume, str(value_of(config, "titan.checkpoint.folder")), digests, key)
     if not is_restart and steps:
-        _refuse_mixing(found.path, own, steps)
+        _refuse_mixing(found.path, own, steps, key)
     return found
 
 
@@ -90,17 +95,17 @@ def _wanted(load_step: object) -> bool:
     return isinstance(load_step, int) and load_step >= 0
 
 
-def _refuse_mixing(found: Path, own: Path, steps: Sequence[Path]) -> None:
+def _refuse_mixing(found: Path, own: Path, steps: Sequence[Path], key: str) -> None:
     """A run's folder holds the checkpoints of one run: the next resume would take the newest of them."""
     rule = ("rule", "a run's folder has the checkpoints of one run, of which the newest is continued")
     if found.parent != own.resolve():
-        what = f"is {found}, and the run's folder has checkpoints of its own: {steps[-1]}"
+        what = f"means {found}, and the run's folder has checkpoints of its own: {steps[-1]}"
     elif later := [step for step in steps if step_of(step) > step_of(found) and _is_whole(step)]:
-        what = f"is {found}, and the run's folder has a later one, {later[-1].name}, which would be taken next time"
+        what = f"means {found}, and the run's folder has a later one, {later[-1].name}, which would be taken next time"
     else:
         return
     tries = (f"launch.resume={found} hydra.run.dir=...", f"launch.resume={own.parent}")
-    raise ConfigError([Problem(key="launch.resume", what=what, details=(rule,), tries=tries)])
+    raise ConfigError([Problem(key=key, what=what, details=(rule,), tries=tries)])
 
 
 def _is_whole(step: Path) -> bool:
@@ -126,7 +131,7 @@ def _read(step: Path, key: str, digests: bool) -> bool:
     return is_sealed
 
 
-def _newest(steps: Sequence[Path], digests: bool) -> Source | None:
+def _newest(steps: Sequence[Path], digests: bool, key: str = "launch.resume") -> Source | None:
     """The newest whole checkpoint, with what is said of those that were passed over; refuses one that is not safe to read."""
     passed = []
     for step in reversed(steps):
@@ -138,7 +143,7 @@ def _newest(steps: Sequence[Path], digests: bool) -> Source | None:
             continue
         except Unsafe as error:
             what = f"{step} is not safe to read: {error}"
-            raise ConfigError([Problem(key="launch.resume", what=what)]) from error
+            raise ConfigError([Problem(key=key, what=what)]) from error
         notes = [*passed, *(() if is_sealed else (f"{step.name} has no digests, so only sizes were compared",))]
         return Source(path=step.resolve(), note="; ".join(notes))
     return None
@@ -227,24 +232,25 @@ def _folder_of(run: Path) -> Path:
     return Path(found) if isinstance(found, str) else Path.cwd()
 
 
-def _chosen(resume: str, folder: str, digests: bool) -> Source:
+def _chosen(resume: str, folder: str, digests: bool, key: str = "launch.resume") -> Source:
     """The checkpoint that `launch.resume` means: the one named, or the newest whole one of the run.
 
     Args:
         resume: output folder of an earlier run, or one of its `step-N` folders.
         folder: `titan.checkpoint.folder`.
         digests: read every byte.
+        key: that says so.
 
     Raises:
         ConfigError: there is none, it is damaged or not safe to read, or it holds only weights.
     """
     base = Path(resume)
     if step_of(base) >= 0 and base.is_dir():
-        is_sealed = _read(base, "launch.resume", digests)
+        is_sealed = _read(base, key, digests)
         note = "" if is_sealed else "it has no digests, so only sizes were compared"
         found: Source | None = Source(path=base.resolve(), note=note)
     else:
-        found = _newest(steps_in(base / folder), digests)
+        found = _newest(steps_in(base / folder), digests, key)
     if found is None:
         steps = steps_in(base / folder)
         what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
@@ -253,7 +259,7 @@ def _chosen(resume: str, folder: str, digests: bool) -> Source:
         elif next((base / folder).glob(f"{SAVING}*"), None) is not None:
             what += ", only a save that was not finished"
         rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
-        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),))])
+        raise ConfigError([Problem(key=key, what=what, details=(("rule", rule),))])
     if not _holds_training_state(found.path):
         others = [
             s for s in steps_in(found.path.parent) if s != found.path and _is_whole(s) and _holds_training_state(s)
@@ -264,7 +270,7 @@ def _chosen(resume: str, folder: str, digests: bool) -> Source:
             *(f"launch.resume={step}" for step in others[-1:]),
             f"titan.checkpoint.enable=true titan.checkpoint.initial_load_path={found.path}",
         )
-        raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),), tries=tries)])
+        raise ConfigError([Problem(key=key, what=what, details=(("rule", rule),), tries=tries)])
     return found
 
 
