@@ -73,7 +73,12 @@ def of_training(config: Mapping[str, object], typed: Sequence[str] = (), *, is_p
     hypothetical = tuple(_only_planned(config)) if is_planned else ()
     found = list(_world_problems(config))
     if not any(key.startswith("shape.") for key in hypothetical):
-        found += [*_length_problems(config), *_model_problems(config), *shape_problems(config)]
+        found += [
+            *_length_problems(config),
+            *_watch_problems(config),
+            *_model_problems(config),
+            *shape_problems(config),
+        ]
     if "mask" not in hypothetical:
         found += mask_problems(config)
     found += [*torchtitan.check(config), *data.check(config), *torchtitan_reads.idle(config, typed)]
@@ -144,6 +149,15 @@ def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
             what=f"runs in this process, which is one rank, not {ranks}",
             tries=("launch.inline=false", "cp=none launch.nproc=1"),
         )
+
+
+def _watch_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    """A bound that torch's own timeout would come before, or that nothing can keep."""
+    seconds, timeout = lookup(config, "launch.watch_seconds"), integer(config, "titan.comm.train_timeout_seconds")
+    if isinstance(seconds, int | float) and not isinstance(seconds, bool) and not 1 <= seconds < timeout:
+        what = f"is {seconds}, and must be at least 1 and below titan.comm.train_timeout_seconds, {timeout}"
+        longer = (f"titan.comm.train_timeout_seconds={int(2 * seconds)}",) if timeout <= seconds < math.inf else ()
+        yield Problem(key="launch.watch_seconds", what=what, tries=("launch.watch_seconds=null", *longer))
 
 
 def _length_problems(config: Mapping[str, object]) -> Iterator[Problem]:

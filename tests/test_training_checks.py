@@ -318,3 +318,14 @@ def test_packages_that_are_asked_for_are_those_that_training_imports() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(torchtitan_here.PACKAGES) <= set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("seconds", ["0", "-3", "100", "1e9", "inf", "nan"])
+def test_a_watch_that_could_not_act_is_refused_with_what_can(command: Callable[..., Result], seconds: str) -> None:
+    result = command("cp=ulysses", f"launch.watch_seconds={seconds}")
+    assert (
+        result.code == 1
+        and "launch.watch_seconds  is " in result.err
+        and "below titan.comm.train_timeout" in result.err
+    )
+    assert "try   launch.watch_seconds=null" in result.err or "try  launch.watch_seconds=null" in result.err
