@@ -16,21 +16,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from cp_engine import devices, job, world
-from cp_engine.endings import Ending, Interrupted, RankFailure
+from cp_engine import devices, job, nodes, world
+from cp_engine.course import Course
+from cp_engine.endings import Ending, Interrupted
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import value_of
 from cp_engine.progress import Watch
-from cp_engine.ranks import (
-    Config,
-    Deaths,
-    error_path,
-    failure_text,
-    run_rank,
-    section,
-    train,
-    written,
-)
+from cp_engine.ranks import Config, Deaths, error_path, section, train
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -45,6 +37,7 @@ PRELOADED = (
 )
 """What torchtitan imports, and what takes all but a third of a second of its six: once for all CPU ranks, which are forked from there.
 Not torchtitan itself, which settles on a device when it is imported."""
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
 JOIN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -66,10 +59,22 @@ def check_environment() -> None:
         raise ConfigError(
             [Problem(key=", ".join(missing), what="not in the environment", details=(rule,), tries=tries)]
         )
+    numbers = {name: os.environ[name] for name in NUMBERS if name in os.environ} if joins() else {}
+    wrong = [
+        Problem(key=name, what=f"is {value!r}, not a number", tries=("env -u RANK python launch.py ...",))
+        for name, value in numbers.items()
+        if not value.isdecimal()
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    if joins() and int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
+        what = f"is {numbers['RANK']}, and WORLD_SIZE is {numbers['WORLD_SIZE']}"
+        raise ConfigError([Problem(key="RANK", what=what, details=(("rule", "ranks are numbered from 0"),))])
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if not joins() and tasks != "1":
         what = f"not in the environment, but srun started {tasks} tasks; each would train a job of its own"
         tries = (
+            "srun python launch.py launch=slurm ...",
             "srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS"
             " MASTER_ADDR=<first node> MASTER_PORT=29500 python launch.py ...'",
         )
@@ -91,16 +96,25 @@ def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
     ranks = world.world_size(config)
     settings = section(config, "launch")
     settings |= {"output_dir": str(output_dir), "device": devices.resolve(str(settings["device"]), ranks)}
-    config = {**config, "launch": settings}
+    config, restarts = {**config, "launch": settings}, int(str(settings["max_restarts"]))
     with watch(config, ranks=ranks, out=out, is_live=not settings["inline"]) as shown:
+        notes = list[str]()
         if settings["inline"]:
             _inline(config)
         else:
-            run_ranks(train, config, output_dir, ranks=ranks)
-    print(shown.summary(), file=out, flush=True)
+            notes = run_ranks(train, config, output_dir, ranks=ranks, max_restarts=restarts, say=shown.say)
+    print(shown.summary(notes), file=out, flush=True)
 
 
-def run_ranks(function: Callable[[Config], None], config: Config, output_dir: Path, *, ranks: int) -> None:
+def run_ranks(
+    function: Callable[[Config], None],
+    config: Config,
+    output_dir: Path,
+    *,
+    ranks: int,
+    max_restarts: int = 0,
+    say: Callable[[str], None] = print,
+) -> list[str]:
     """Starts ranks that each call a function, and returns when all have ended well.
 
     Args:
@@ -108,17 +122,30 @@ def run_ranks(function: Callable[[Config], None], config: Config, output_dir: Pa
         config: with `launch.output_dir` and a resolved `launch.device`.
         output_dir: the ranks' logs go to `ranks/` in it.
         ranks: how many, all on this machine.
+        max_restarts: how often all are started again after one has failed.
+        say: shows a line about a restart.
+
+    Returns:
+        Lines for a summary.
 
     Raises:
         RankFailure: with the error of the rank that failed first.
         Interrupted: by Ctrl-C or a signal; no process is left.
     """
+    node = nodes.alone(ranks)
+    with prepared(node, output_dir) as deaths:
+        course = Course(node, output_dir, deaths, say, max_restarts=max_restarts)
+        run_course(function, config, output_dir, course)
+    return course.notes()
+
+
+@contextmanager
+def prepared(node: nodes.Node, output_dir: Path) -> Iterator[Deaths]:
+    """A process that may start ranks: its signals, its environment, and an eye on who is killed."""
     (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks):
-        error_path(output_dir, rank).unlink(missing_ok=True)  # of an earlier run in this folder
     # The thread of `deaths` first: it is the one that does not block Ctrl-C.
-    with Deaths(ranks) as deaths, _environment(_worker_environment(ranks)), _signals():
-        _spawn(function, config, output_dir, deaths)
+    with Deaths(node.ranks) as deaths, _environment(_worker_environment(node)), _signals():
+        yield deaths
 
 
 def watch(config: Mapping[str, object], *, ranks: int, out: TextIO, is_live: bool = True) -> Watch:
@@ -134,46 +161,64 @@ def watch(config: Mapping[str, object], *, ranks: int, out: TextIO, is_live: boo
     )
 
 
-def _worker_environment(ranks: int) -> dict[str, str]:
+def _worker_environment(node: nodes.Node) -> dict[str, str]:
     """What the ranks, and the agent that starts them, find in their environment unless the user set it."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), SHUTDOWN: str(SHUTDOWN_SECONDS)}
-    if "lo" in [name for _, name in socket.if_nameindex()]:
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # one machine: no host name has to resolve, nothing listens outside
+    wanted = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // node.ranks)), SHUTDOWN: str(SHUTDOWN_SECONDS)}
+    # on loopback no host name has to resolve, and nothing listens outside
+    interface = "lo" if node.is_on_loopback else nodes.interface_towards(node.host)
+    if interface in [name for _, name in socket.if_nameindex()]:
+        wanted["GLOO_SOCKET_IFNAME"] = interface
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def _spawn(function: Callable[[Config], None], config: Config, output_dir: Path, deaths: Deaths) -> None:
-    """Runs the elastic agent in this thread until the ranks have ended."""
+def run_course(function: Callable[[Config], None], config: Config, output_dir: Path, course: Course) -> None:
+    """Runs the elastic agent in this thread until the ranks have ended; inside `prepared`.
+
+    Args:
+        function: what each rank does.
+        config: its argument.
+        output_dir: the run's folder.
+        course: of the run on this node.
+
+    Raises:
+        RankFailure: with the error of this node's rank that failed first.
+        Interrupted: by Ctrl-C or a signal; no process is left.
+        Over: of `rounds`, where another node ended the run.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from cp_engine import rounds
+
+    rounds.register()
+    node = course.node
+    course.environment.update(os.environ)
     is_forked = (
         devices.of_tensors(str(section(config, "launch")["device"])) == "cpu"
     )  # a GPU must not be touched before a fork
     multiprocessing.set_forkserver_preload(list(PRELOADED) if job.needs_ranks(config) else ["torch.distributed"])
     settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=deaths.ranks,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
+        min_nodes=node.count,
+        max_nodes=node.count,
+        nproc_per_node=node.ranks,
+        rdzv_backend=rounds.BACKEND,
+        rdzv_endpoint=f"{node.host}:{node.port}",
+        rdzv_configs={"rounds": rounds.Rounds(course, output_dir.name)},
         run_id=output_dir.name,
-        max_restarts=0,
+        max_restarts=course.max_restarts,
         start_method="forkserver" if is_forked else "spawn",
         logs_specs=_logs_specs(output_dir),
     )
     try:
-        with _agent_log(output_dir / "ranks" / "agent.log"):
-            elastic_launch(settings, run_rank)(function, config, dict(os.environ))
+        with _agent_log(output_dir / "ranks" / f"agent{node.index or ''}.log"):
+            elastic_launch(settings, rounds.run_rank_of_round)(function, config, course.environment)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGINT:
             raise Interrupted(signal.SIGINT) from error  # Ctrl-C reached the rank before its parent
         flagged = Ending(rank=rank, seconds=time.time(), message=f"ended with exit code {failure.exitcode}")
-        first = min([*written(output_dir, deaths.ranks), *deaths.endings(), flagged], key=lambda ending: ending.seconds)
-        raise RankFailure(failure_text(output_dir, first, deaths.ranks)) from error
+        raise course.failure(flagged) from error
     except SignalException as error:
         raise Interrupted(error.sigval) from error
     except KeyboardInterrupt as error:
@@ -190,7 +235,7 @@ def _logs_specs(output_dir: Path) -> "LogsSpecs":
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             unused = {rank: "" for rank in envs}
-            errors = {rank: str(error_path(output_dir, rank)) for rank in envs}
+            errors = {rank: str(error_path(output_dir, int(each["RANK"]))) for rank, each in envs.items()}
             return LogsDest(stdouts=unused, stderrs=dict(unused), error_files=errors)
 
         @property

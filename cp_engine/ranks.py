@@ -58,6 +58,10 @@ class Deaths:
         self._thread.join()
         self._look()
 
+    def again(self) -> None:
+        """All ranks are started anew: the processes that are known have ended."""
+        self._processes, self._seen = [], {}
+
     def endings(self) -> list[Ending]:
         """The ranks that a signal killed, other than the agent's own."""
         self._look()
