@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cp_engine import stores
 from cp_engine.endings import Interrupted, RankFailure
 from cp_engine.errors import ConfigError, CPError, Problem, suggest
 from cp_engine.keys import MODES
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
+JOIN_SECONDS = re.compile(r"\+{0,2}launch\.join_seconds=(\d+)")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options of Hydra that take a value."""
 # What is only printed needs no folder and no log file.
@@ -40,6 +42,7 @@ def main() -> None:
     except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains while it ends
         code = 128 + signal.SIGPIPE
+    stores.leave(code)
     sys.exit(code)
 
 
@@ -53,6 +56,8 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0, 1 after an error, 128 + number after a signal (130 for Ctrl-C).
     """
     try:
+        if "RANK" not in os.environ and "launch=slurm" in arguments:
+            _take_rank_of_slurm()
         if "RANK" in os.environ:
             return _run_joined(arguments)
         return _run_hydra(arguments, None)
@@ -65,6 +70,18 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _take_rank_of_slurm() -> None:
+    """Where srun started a task per rank, the ranks exist; where it started one per node, or none, the launcher sees to it."""
+    tasks, nodes = (os.environ.get(f"SLURM_{name}", "1") for name in ("STEP_NUM_TASKS", "STEP_NUM_NODES"))
+    if tasks == nodes:
+        return
+    from cp_engine.slurm import task_of
+
+    task = task_of(os.environ)
+    if task.tasks > task.nodes:
+        os.environ.update(task.as_rank())
 
 
 def _run_joined(arguments: Sequence[str]) -> int:
@@ -86,7 +103,8 @@ def _run_joined(arguments: Sequence[str]) -> int:
                 )
             ]
         )
-    group = Group()
+    typed = [found.group(1) for a in arguments if (found := JOIN_SECONDS.fullmatch(a))]
+    group = Group(int(typed[-1]) if typed else 300 if "launch=slurm" in arguments else 60)
     if group.rank != 0:
         return group.follow()
     code = 1
@@ -122,6 +140,8 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             if run_job(composed, HydraConfig.get(), group, translation):
                 return
         except (CPError, RankFailure) as error:  # shown here, so that a sweep goes on to its next job
+            if HydraConfig.get().runtime.choices.get("hydra/launcher") != "basic":
+                raise  # in another process, whose launcher hands it back
             print(error, file=sys.stderr, flush=True)
             _remove_unused(Path(HydraConfig.get().runtime.output_dir), Path(HydraConfig.get().runtime.cwd))
         except BrokenPipeError as error:

@@ -35,3 +35,7 @@ class Ending:
     seconds: float
     message: str
     is_consequence: bool = False
+
+    def order(self) -> tuple[bool, float]:
+        """What comes first in this order ended the run."""
+        return self.is_consequence, self.seconds

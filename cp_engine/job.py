@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from cp_engine import devices, versions
+from cp_engine import devices, nodes, versions
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations import torchtitan_reads
 from cp_engine.keys import ABSENT, key_problems, lookup, shape_row, value_of
@@ -60,7 +60,7 @@ def problems(config: Mapping[str, object], typed: Sequence[str] = ()) -> list[Pr
 def first_problems(config: Mapping[str, object]) -> list[Problem]:
     """Names, types and degrees, which a plan asks for too."""
     found = [*key_problems(config), *torchtitan_reads.replaced(config)]
-    of_values = (_mode_problems, _degree_problems, _head_problems, _verify_problems)
+    of_values = (_mode_problems, _degree_problems, _head_problems, _verify_problems, _node_problems)
     return found or [problem for problems_of in of_values for problem in problems_of(config)]
 
 
@@ -119,6 +119,10 @@ def _verify_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     for key, fine in (("shape.dtype", (None, "float64")), ("launch.device", ("auto", "cpu"))):
         if (value := value_of(config, key)) not in fine:
             yield Problem(key=key, what=f"is {value}", details=(rule,), tries=(f"{key}={fine[-1]}",))
+
+
+def _node_problems(config: Mapping[str, object]) -> Iterator[Problem]:
+    yield from nodes.problems(config, starts_ranks=needs_ranks(config))
 
 
 def needs_ranks(config: Mapping[str, object]) -> bool:

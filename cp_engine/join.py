@@ -3,16 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from cp_engine import stores
 from cp_engine.devices import resolve
-from cp_engine.elastic import watch
+from cp_engine.elastic import resumed, watch
 from cp_engine.endings import RankFailure
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.integrations.torchtitan_resume import source_of
 from cp_engine.progress import log_path
 from cp_engine.ranks import Config, leave, redirect, section, train
 
@@ -27,23 +27,61 @@ WAIT = timedelta(minutes=10)
 class Group:
     """The ranks that torchrun or SLURM started, before there is a process group.
 
+    Args:
+        seconds: how long to wait for rank 0, and rank 0 for the others.
+
+    Raises:
+        ConfigError: the port is taken, no store of rank 0 answers, or ranks do not come.
+
     Attributes:
         rank: this process's global rank.
         world_size: number of ranks.
+        seconds: how long ranks wait for each other.
     """
 
-    def __init__(self) -> None:
-        from torch.distributed.rendezvous import rendezvous
-
+    def __init__(self, seconds: int) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.seconds = seconds
         # Kept until the end: without torchrun's own store, rank 0 hosts it and the process group shares it.
-        self._store: Store = next(rendezvous("env://"))[0]
+        self._store = self._opened()
+        # torchrun keeps its store when it starts all ranks again: what was said to those before is not for these
+        self._key = f"{KEY}/{self._store.add(f'{KEY}/starts/{self.rank}', 1)}"
         self._told = False
+        self._store.set(f"{self._key}/{self.rank}", "")
+        if self.rank == 0:
+            self._refuse_absent(range(self.world_size))
+        else:
+            self._refuse_absent([0])
+
+    def _opened(self) -> "Store":
+        host, port, key = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), "MASTER_PORT"
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            tries = (f"MASTER_PORT={port + 1} python launch.py ...", "torchrun --nproc-per-node 2 launch.py ...")
+            return stores.opened(host, port, key=key, tries=tries, is_shared=True)
+        return stores.connected(host, port, self.seconds, key=f"MASTER_ADDR, {key}", who="rank 0")
+
+    def _refuse_absent(self, ranks: Sequence[int]) -> None:
+        """Waits for ranks to be here.
+
+        Raises:
+            ConfigError: some did not come in time; those that did are told.
+        """
+        keys = {rank: f"{self._key}/{rank}" for rank in ranks}
+        if stores.until(lambda: self._store.check(list(keys.values())), self.seconds):
+            return
+        missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+        self.tell({"exit": 1})
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        came = f"{len(keys) - len(missing)} of {len(keys)} ranks" if self.rank == 0 else "a store, but not its rank 0"
+        what = f"{came} came to {where} within {self.seconds} s; missing: {', '.join(missing)}"
+        rule = ("rule", "every rank has its own RANK, and the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
+        tries = ("launch.join_seconds=600",)
+        raise ConfigError([Problem(key="WORLD_SIZE", what=what, details=(rule,), tries=tries)])
 
     def tell(self, message: Mapping[str, object]) -> None:
         """Rank 0 says once what all do: train a configuration, or exit."""
-        if not self._told:
-            self._store.set(KEY, json.dumps(message))
+        if not self._told and self.rank == 0:
+            self._store.set(self._key, json.dumps(message))
             self._told = True
 
     def follow(self) -> int:
@@ -52,8 +90,12 @@ class Group:
         Returns:
             The exit code.
         """
-        self._store.wait([KEY], WAIT)
-        message = json.loads(self._store.get(KEY))
+        try:
+            self._store.wait([self._key], WAIT)
+            message = json.loads(self._store.get(self._key))
+        except RuntimeError as error:
+            what = f"rank 0 ended, or was silent for {WAIT.total_seconds():g} s, before it said what to train"
+            raise RankFailure(f"RankFailure: rank {self.rank} of {self.world_size} waited: {what}") from error
         if "exit" in message:
             return int(message["exit"])
         run_joined(message["config"], out=None)
@@ -73,9 +115,7 @@ class Group:
         settings = section(config, "launch")
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         settings |= {"output_dir": str(output_dir), "device": resolve(str(settings["device"]), local_ranks)}
-        if (source := source_of(config, output_dir)) is not None:
-            settings["resume"] = str(source.path)
-            print(f"{'resume':<9}{source.line()}", file=out, flush=True)
+        resumed(config, settings, output_dir, out)
         config = {**config, "launch": settings}
         (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
         self.tell({"config": config})
@@ -92,6 +132,18 @@ class Group:
             what = f"is {settings['nproc']}, but WORLD_SIZE is {self.world_size}"
             tries = ("launch.nproc=null", f"torchrun --nproc-per-node {settings['nproc']} launch.py ...")
             raise ConfigError([Problem(key="launch.nproc", what=what, tries=tries)])
+        if settings["join_seconds"] != self.seconds:
+            what = f"is {settings['join_seconds']}, and ranks that exist already had met before that was read"
+            rule = ("rule", "with RANK set it is typed on the command line, which every rank reads")
+            line = f"launch.join_seconds={settings['join_seconds']}"
+            raise ConfigError([Problem(key="launch.join_seconds", what=what, details=(rule,), tries=(line,))])
+        if settings["max_restarts"]:
+            what = f"is {settings['max_restarts']}, and ranks that exist already are restarted by what started them"
+            tries = ("launch.max_restarts=0", "torchrun --max-restarts 3 launch.py ...")
+            raise ConfigError([Problem(key="launch.max_restarts", what=what, tries=tries)])
+        if settings["kind"] == "torchrun":
+            what = "is torchrun, which starts the ranks, and RANK is in the environment"
+            raise ConfigError([Problem(key="launch", what=what, tries=("env -u RANK python launch.py ...",))])
         return {**config, "launch": {**settings, "nproc": self.world_size}}
 
 

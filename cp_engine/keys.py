@@ -29,6 +29,7 @@ KEYS: Mapping[str, str] = {
     "data.dataset": "str | null",
     "data.cut": "list[str]",
     "data.whole": "list[str]",
+    "launch.kind": "'local' | 'torchrun' | 'slurm'",
     "launch.device": "'auto' | 'cpu' | 'cuda' | 'npu' | 'npu_reference'",
     "launch.nproc": "int | null",
     "launch.inline": "bool",
@@ -37,6 +38,11 @@ KEYS: Mapping[str, str] = {
     "launch.verbose": "bool",
     "launch.watch_seconds": "float | null",
     "launch.nonfinite": "'stop' | 'go_on'",
+    "launch.max_restarts": "int",
+    "launch.join_seconds": "int",
+    "launch.nodes": "int | null",
+    "launch.node": "int | null",
+    "launch.rendezvous": "str | null",
     "toml": "str | null",
     "out": "str | null",
     "translate.to": "'experiment' | 'toml'",
@@ -59,6 +65,8 @@ CONFIG_MODULE = "titan.job.custom_config_module"
 # Sizes that must be positive; torchtitan would fail later, in a rank.
 POSITIVE = (
     "launch.nproc",
+    "launch.nodes",
+    "launch.join_seconds",
     "shape.batch",
     "shape.sequence",
     "shape.heads",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -70,6 +71,8 @@ def run_job(
         return True
     if group is not None and config.get("mode") == "train":
         config = group.adopt(config)
+    if config.get("mode") == "train":
+        wrong += _of_a_sweep(hydra, config)
     plan = planned(config, typed, wrong)
     if config["mode"] == "verify":
         _show(translation, config)
@@ -78,6 +81,15 @@ def run_job(
     if config["mode"] == "train":
         _train(config, output_dir, group)
     return True
+
+
+def _of_a_sweep(hydra: "HydraConf", config: Mapping[str, object]) -> list[Problem]:
+    """Jobs of a sweep that runs here would each wait for the other nodes; those that a launcher submits have nodes of their own."""
+    kind, launcher = lookup(config, "launch.kind"), hydra.runtime.choices.get("hydra/launcher")
+    if hydra.mode != RunMode.MULTIRUN or kind not in ("torchrun", "slurm") or launcher != "basic":
+        return []
+    tries = ("hydra/launcher=submitit_slurm",) if kind == "slurm" else ("launch=local",)
+    return [Problem(key="-m", what=f"starts one job after the other, and launch={kind} one on all nodes", tries=tries)]
 
 
 def plain(composed: DictConfig) -> dict[str, object]:
@@ -208,10 +220,15 @@ def _verify(plan: "Plan", config: dict[str, object], output_dir: Path) -> bool:
 
 
 def _train(config: dict[str, object], output_dir: Path, group: "Group | None") -> None:
-    from cp_engine import elastic
+    from cp_engine import elastic, nodes
 
     if group is not None:
         group.lead(config, output_dir, sys.stdout)
+        return
+    if nodes.is_met(config):
+        from cp_engine import node_launch
+
+        node_launch.launch(config, output_dir, out=sys.stdout)
         return
     elastic.check_environment()
     elastic.launch(config, output_dir, out=sys.stdout)

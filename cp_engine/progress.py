@@ -96,10 +96,11 @@ class Watch:
         if self._bar is not None:
             self._bar.stop()
 
-    def summary(self) -> str:
-        """The closing lines: steps, loss, speed, bytes, folder."""
+    def summary(self, notes: Sequence[str] = ()) -> str:
+        """The closing lines: steps, loss, speed, bytes, what else there is to say, folder."""
         if not self.rows:
-            return f"no step was logged (titan.metrics.log_freq), or none was left to train   {self._output_dir}"
+            line = f"no step was logged (titan.metrics.log_freq), or none was left to train   {self._output_dir}"
+            return "\n".join([*notes, line])
         first, last = self.rows[0], self.rows[-1]
         speed = statistics.median(row["tokens_per_second"] or 0 for row in self.rows)
         sent = statistics.median(row["cp_bytes_sent"] or 0 for row in self.rows)
@@ -113,9 +114,14 @@ class Watch:
                 f"loss     {_loss(first['loss'])}" + (f" -> {_loss(last['loss'])}" if last is not first else ""),
                 f"speed    {speed:,.0f} tokens/s (median)",
                 *((f"cp sent  {sent / MiB:,.2f} MiB per step, all ranks",) if sent else ()),
+                *notes,
                 f"output   {self._output_dir}",
             ]
         )
+
+    def say(self, line: str) -> None:
+        """Shows a line that is no row of metrics."""
+        self._print(line)
 
     def _run(self) -> None:
         with suppress(BrokenPipeError):  # training goes on; the closing lines find out again
@@ -128,9 +134,14 @@ class Watch:
                 self._print(f"[{rank}] {line}")
         for line in self._metrics.lines():
             if line not in self._before:
+                self._before.add(
+                    line
+                )  # a run that is started again keeps the lines before its checkpoint, in a new file
                 self._show(json.loads(line))
 
     def _show(self, row: Mapping[str, float | None]) -> None:
+        while self.rows and (self.rows[-1]["step"] or 0) >= (row["step"] or 0):  # of a run that was started again
+            self.rows.pop()
         self.rows.append(row)
         indexer = f"  indexer {_loss(row['indexer_loss'])}" if "indexer_loss" in row else ""
         step, speed = int(row["step"] or 0), row["tokens_per_second"] or 0.0
