@@ -26,6 +26,7 @@ class Course:
         attempt: the number of the first round, of a run that goes on.
         meeting: with the other nodes; None where there are none.
         seconds: how long a round waits for its nodes.
+        going_on: says what a further round continues from.
 
     Attributes:
         environment: of this process, for its ranks.
@@ -44,9 +45,10 @@ class Course:
         attempt: int = 0,
         meeting: "Meeting | None" = None,
         seconds: float = 60.0,
+        going_on: Callable[[], str] = str,
     ) -> None:
         self.node, self.max_restarts, self.attempt, self.meeting = node, max_restarts, attempt, meeting
-        self.seconds = seconds
+        self.seconds, self._going_on = seconds, going_on
         self.environment = dict[str, str]()
         self._output_dir, self._deaths, self._say = output_dir, deaths, say
         self._cause: Ending | None = None
@@ -95,7 +97,7 @@ class Course:
             if self.attempt and log.exists():
                 log.replace(log.with_name(f"rank{rank}.round{self.attempt - 1}.log"))
         if self.attempt and self.node.index == 0:
-            self._say(f"restart {self.attempt} of {self.max_restarts}: {self._why()}")
+            self._say(f"restart {self.attempt} of {self.max_restarts}: {self._why()}; {self._going_on()}".rstrip("; "))
 
     def _why(self) -> str:
         cause = self._cause

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -134,7 +135,8 @@ def run_ranks(
     """
     node = nodes.alone(ranks)
     with prepared(node, output_dir) as deaths:
-        course = Course(node, output_dir, deaths, say, max_restarts=max_restarts)
+        going_on = partial(after_restart, config, output_dir)
+        course = Course(node, output_dir, deaths, say, max_restarts=max_restarts, going_on=going_on)
         run_course(function, config, output_dir, course)
     return course.notes()
 
@@ -155,6 +157,21 @@ def resumed(config: Config, settings: Config, output_dir: Path, out: TextIO, *, 
     if (source := source_of(config, output_dir, is_restart=is_restart)) is not None:
         settings["resume"] = str(source.path)
         print(f"{'resume':<9}{source.line()}", file=out, flush=True)
+
+
+def after_restart(config: Config, output_dir: Path) -> str:
+    """What ranks that are started again continue from, in words.
+
+    Args:
+        config: the composed configuration.
+        output_dir: the job's folder.
+
+    Raises:
+        ConfigError: what there is cannot be continued from.
+    """
+    settings = {**section(config, "launch"), "resume_check": "sizes"}  # rank 0 reads every byte
+    source = source_of({**config, "launch": settings}, output_dir, is_restart=True)
+    return "begins anew" if source is None else f"continues from {source.line()}"
 
 
 @contextmanager

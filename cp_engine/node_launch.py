@@ -5,13 +5,14 @@ import os
 import shutil
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cp_engine import devices, nodes
 from cp_engine.course import Course
-from cp_engine.elastic import prepared, resumed, run_course, watch
+from cp_engine.elastic import after_restart, prepared, resumed, run_course, watch
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.meeting import PACKAGE, Meeting, Report
@@ -159,6 +160,7 @@ def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: 
             attempt=agreed.attempt,
             meeting=meeting,
             seconds=float(str(launch["join_seconds"])),
+            going_on=partial(after_restart, config, folder),
         )
         if shown is None:
             ranks = f"ranks {node.own.start} to {node.own.stop - 1} of {node.all_ranks}"

@@ -276,3 +276,14 @@ def test_another_strategy_continues_with_the_same_losses(straight: Path, tmp_pat
     then = losses(straight)
     assert losses(tmp_path / "b") == pytest.approx({5: then[5], 6: then[6]}, rel=1e-4)
     assert require_whole(step(tmp_path / "b", 6), digests=True)
+
+
+def test_a_restart_continues_by_itself_with_the_same_losses(straight: Path, tmp_path: Path) -> None:
+    once = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(7)"
+    fault = {"FAULT_RANK": "1", "FAULT_STEP": "4", "FAULT_AT": "backward", "FAULT": once}
+    more = ("launch.max_restarts=1", "titan.experimental.custom_import=tests.faults")
+    done = run(tmp_path, "cp=ulysses", "titan.training.steps=6", "hydra.run.dir=b", *more, **fault)
+    assert done.code == 0, done.err
+    said = "restart 1 of 1: rank 1 of 2: ended with exit code 7; continues from step 2 of "
+    assert said in done.out and "restarts 1 of 1" in done.out, done.out
+    assert losses(tmp_path / "b") == pytest.approx(losses(straight), rel=1e-4)
