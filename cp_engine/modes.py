@@ -16,6 +16,8 @@ from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
 from cp_engine.paths import from_where_typed
+from cp_engine.references import require_bounded
+from cp_engine.trust import settled
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -48,7 +50,7 @@ def run_job(
     """
     output_dir, wrong = Path(hydra.runtime.output_dir), list(hydra_keys.problems(cast(DictConfig, hydra)))
     typed = list(hydra.overrides.task)
-    config = from_where_typed(plain(composed), Path(hydra.runtime.cwd))
+    config = settled(from_where_typed(plain(composed), Path(hydra.runtime.cwd)), typed)
     if config.get("toml") is not None and translation is None:
         what, rule = (
             f"is {config['toml']}, and was not translated",
@@ -84,8 +86,11 @@ def plain(composed: DictConfig) -> dict[str, object]:
     """The configuration as plain containers, interpolations resolved.
 
     Raises:
-        ConfigError: if an interpolation has no target.
+        ConfigError: if an interpolation has no target, or too large a one.
     """
+    unresolved = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(unresolved, dict)
+    require_bounded(unresolved)
     try:
         config = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
