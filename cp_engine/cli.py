@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
+DIGITS = re.compile(r"\d{4301}")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options of Hydra that take a value."""
@@ -167,6 +168,9 @@ def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> Config
         empty = [a.partition("=")[0] for a in arguments if EMPTY.fullmatch(a)]
         problems = [Problem(key=key, what="needs one of its options", tries=("--help",)) for key in empty]
         return ConfigError(problems or [Problem(key="options", what=text)], "the command line")
+    if long := [a.partition("=")[0] for a in arguments if DIGITS.search(a)]:
+        what = "has a number of more than 4,300 digits, which Python does not read"
+        return ConfigError([Problem(key=key, what=what) for key in long], "the command line")
     if text.startswith("Only one of"):
         return ConfigError([Problem(key="options", what=text)])
     if isinstance(error, KeyError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.errors import ConfigError, Problem, suggest
@@ -45,14 +45,26 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
     try:
         with composing():
             node = hydra_compose("config", [f"cp={preset}", *search, *overrides])
-            unresolved = OmegaConf.to_container(node, resolve=False)
-            assert isinstance(unresolved, dict)
-            require_bounded(unresolved)
-            composed = OmegaConf.to_container(node.cp, resolve=True)
+            composed = plain(node)["cp"]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([Problem(key="overrides", what=" ".join(str(error).split()))], f"cp={preset}") from error
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
+
+
+def plain(composed: DictConfig) -> dict[str, object]:
+    """The configuration as plain containers, interpolations resolved.
+
+    Raises:
+        ConfigError: if an interpolation has no target, or too large a one.
+    """
+    require_bounded(OmegaConf.to_container(composed, resolve=False))
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
 
 
 def presets(config_dir: str | Path | None = None) -> list[str]:

@@ -8,15 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from cp_engine import hydra_keys
+from cp_engine.compose import plain
 from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
 from cp_engine.paths import from_where_typed
-from cp_engine.references import require_bounded
 from cp_engine.trust import settled
 
 if TYPE_CHECKING:
@@ -80,23 +79,6 @@ def run_job(
     if config["mode"] == "train":
         _train(config, output_dir, group)
     return True
-
-
-def plain(composed: DictConfig) -> dict[str, object]:
-    """The configuration as plain containers, interpolations resolved.
-
-    Raises:
-        ConfigError: if an interpolation has no target, or too large a one.
-    """
-    unresolved = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(unresolved, dict)
-    require_bounded(unresolved)
-    try:
-        config = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
 
 
 def planned(config: Mapping[str, object], typed: Sequence[str] = (), wrong: Sequence[Problem] = ()) -> "Plan":

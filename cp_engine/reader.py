@@ -13,7 +13,7 @@ from cp_engine.primitives import Order, installed
 
 P = TypeVar("P", Order, Step)
 
-MOST_RANKS = 8192
+MOST_RANKS = 2048
 """A plan has tables of ranks x ranks."""
 MOST_STEPS, MOST_AXES = 64, 16
 
@@ -254,6 +254,9 @@ class Reader:
                 self.add(key, f"must be {declared.__name__}, not {value!r}", (("allowed", allowed),), tries)
             elif isinstance(value, int) and value < rule.get("least", value):
                 self.add(key, f"is {value}, less than {rule['least']}", tries=(f"{key}={f.default}",))
+            elif isinstance(value, int) and value * mesh.degree > (most := rule.get("most_in_all", float("inf"))):
+                what = f"is {value}, and {mesh.degree} ranks have at most {most} in all"
+                self.add(key, what, tries=(f"{key}={max(1, most // mesh.degree)}",))
             return value
         names = self.names(key, value)
         if names is not None:

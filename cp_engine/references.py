@@ -14,7 +14,7 @@ MOST_STEPS = 100_000
 """That the search takes; a configuration of some hundred values takes some hundred."""
 
 
-def require_bounded(tree: Mapping[object, object]) -> None:
+def require_bounded(tree: object) -> None:
     """Refuses references that double and double again.
 
     Args:
@@ -35,7 +35,7 @@ def require_bounded(tree: Mapping[object, object]) -> None:
 class _Sizes:
     """Letters of each value, with those of what it refers to."""
 
-    def __init__(self, tree: Mapping[object, object]) -> None:
+    def __init__(self, tree: object) -> None:
         self.nodes = dict(_walk(tree, ""))
         self.written = [key for key, node in self.nodes.items() if isinstance(node, str) and "${" in node]
         self.steps = 0

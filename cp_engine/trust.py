@@ -64,7 +64,8 @@ def untrusted(key: str, module: str, *details: tuple[str, str]) -> Problem:
         module: dotted name.
         details: of the file.
     """
-    what, known = f"names '{module}', which torchtitan would import and run", ()
+    known: tuple[tuple[str, str], ...] = ()
+    what = f"names '{module}', which torchtitan would import and run"
     if key != IMPORT:
         what, known = f"'{module}' is not a module whose keys are known", (("known", ", ".join(module_tables())),)
     shown = (*details, ("from", _place(module)), RULE, *known)

@@ -113,9 +113,7 @@ def _parts(overrides: list[str]) -> dict[str, object]:
     try:
         with composing():
             composed = hydra_compose("config", overrides, return_hydra_config=True)
-        unresolved = OmegaConf.to_container(composed, resolve=False)
-        assert isinstance(unresolved, dict)
-        require_bounded(unresolved)  # before Hydra resolves its own
+        require_bounded(OmegaConf.to_container(composed, resolve=False))  # before Hydra resolves its own
         nodes = {key: OmegaConf.select(composed.hydra, key) for key in EXECUTED}
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError):
         return {}

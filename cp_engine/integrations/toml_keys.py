@@ -114,7 +114,7 @@ def key_problems(
     """
     known = {name: str(row["type"]) for name, row in table.items()}
     strange: dict[tuple[str, tuple[str, ...]], list[Key]] = {}  # (section, config modules) -> its keys
-    more: list[Problem] = []
+    beyond: list[Problem] = []
     tables = {module: {**its, **rules.older_keys(module)} for module, its in module_tables().items()}
     sections = {name[:end] for name in known for end, letter in enumerate(name) if letter == "."}
     for name, key in keys.items():
@@ -125,7 +125,7 @@ def key_problems(
         elif key.is_typed or untrusted is None:
             modules = tuple(module for module, its in tables.items() if name in its)
             if not modules and len(strange) >= SHOWN:  # only the first are printed
-                more.append(_at(key, Problem(key=key.written, what="unknown key")))
+                beyond.append(_at(key, Problem(key=key.written, what="unknown key")))
                 continue
             here = "" if modules else unknown_key(key.written, known, elsewhere=()).key
             strange.setdefault((here, modules), []).append(key)
@@ -136,7 +136,7 @@ def key_problems(
         yield Problem(key=untrusted.key, what=untrusted.what, details=(*untrusted.details, *more), tries=tries)
     for (here, modules), of in strange.items():
         yield _of_a_module(of, modules) if modules else _unknown(here, of, known)
-    yield from more
+    yield from beyond
 
 
 def _of_a_module(keys: Sequence[Key], modules: Sequence[str]) -> Problem:
