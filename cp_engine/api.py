@@ -6,11 +6,12 @@ from pathlib import Path
 from types import NoneType
 
 import torch
+from omegaconf import DictConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine import c10d
 from cp_engine.arguments import MESH, wrong
-from cp_engine.compose import compose
+from cp_engine.compose import compose, plain
 from cp_engine.devices import DEVICES
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.runtime import ContextParallel
@@ -42,7 +43,7 @@ def compile(
     """Composes a strategy, proves it for one attention call and connects it to a device mesh.
 
     Args:
-        composition: name of a preset, or a composition as plain data (a `cp` node).
+        composition: name of a preset, or a composition as data (a `cp` node), plain or as Hydra composes it.
         mesh: 1-D over the context-parallel ranks, or N-D with the composition's axis names; None for one rank.
         sequence: global length in tokens.
         heads: query heads.
@@ -68,6 +69,10 @@ def compile(
         CPError: all problems, before anything is exchanged between ranks.
     """
     with c10d.together(mesh, "compile"):
+        if isinstance(composition, DictConfig):  # as Hydra composes it
+            composition = plain(composition)
+        if isinstance(mask, DictConfig):
+            mask = plain(mask)
         problems = wrong("composition", composition, (str, Mapping), "the name of a preset, or a mapping")
         problems += wrong("mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh or None", MESH)
         problems += wrong("config_dir", config_dir, (str, PathLike, NoneType), "a folder", "config_dir='my'")

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from inspect import signature
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -165,9 +166,10 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
     """
     ranks = global_ranks(mesh, plan)
     me = ranks.index(dist.get_rank())
-    if mesh.ndim > 1:
+    is_ascending = list(ranks) == sorted(ranks)
+    if mesh.ndim > 1 or not is_ascending:
         _level(mesh)
-    everyone = mesh.get_group() if mesh.ndim == 1 else _group(sorted(ranks))
+    everyone = mesh.get_group() if mesh.ndim == 1 and is_ascending else _group(ranks)
     key = enter(everyone)  # before anybody knows it
     keys = _require_equal(plan, everyone, ranks, key)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(plan.degree)): everyone}
@@ -177,7 +179,7 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
                 _level(mesh)
             mine = next(tuple(sorted(g)) for g in transfer.groups if me in g)
             if len(mine) > 1 and mine not in groups:
-                groups[mine] = _group(sorted(ranks[r] for r in mine))
+                groups[mine] = _group([ranks[r] for r in mine])
     for members, group in groups.items():
         order = [ranks.index(r) for r in dist.get_process_group_ranks(group)]
         if order != list(members):
@@ -187,7 +189,7 @@ def connect(plan: Plan, mesh: DeviceMesh) -> tuple[GroupCommunicator, int]:
                     Problem(
                         key="mesh",
                         what=what,
-                        details=(("rule", "c10d numbers the ranks of a group in ascending order"),),
+                        details=(("rule", "this torch numbers the ranks of a group in ascending order"),),
                     )
                 ],
                 plan.name,
@@ -201,13 +203,17 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 same name, under which the store still has the addresses of the old one, so that a rank which reads them first hangs."""
 
 
-def _group(world_ranks: list[int]) -> dist.ProcessGroup:
-    """The process group of some ranks, made by them alone and once."""
+def _group(world_ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of some ranks, numbered in this order where torch can, made by them alone and once."""
     world = dist.group.WORLD
     assert world is not None
     groups = _GROUPS.setdefault(world, {})
     if tuple(world_ranks) not in groups:
-        groups[tuple(world_ranks)] = dist.new_group(world_ranks, use_local_synchronization=True)
+        is_ordered = "sort_ranks" in signature(dist.new_group).parameters
+        ordered: dict[str, Any] = (
+            {"sort_ranks": False} if is_ordered and list(world_ranks) != sorted(world_ranks) else {}
+        )
+        groups[tuple(world_ranks)] = dist.new_group(list(world_ranks), use_local_synchronization=True, **ordered)
     return groups[tuple(world_ranks)]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf
 from typing import TypeAlias
 
 import torch.nn.functional as F
@@ -195,8 +195,8 @@ class ArgumentReader:
         value = others.get("scale")
         if value is None:
             return None
-        if not isinstance(value, float | int) or isinstance(value, bool) or not isfinite(value):
-            self.problems.append(Problem(key="call.scale", what=f"must be a finite number, not {short(value)}"))
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < inf:
+            self.problems.append(of_scale(value))
             return None
         return float(value)
 
@@ -217,6 +217,12 @@ class ArgumentReader:
         if self.problems:
             raise CallError(self.problems)
         return found
+
+
+def of_scale(value: object) -> Problem:
+    """The problem of a factor on the scores with which kernels return NaN, or the order of the scores turns round."""
+    tries = ("scale=None", "q * -1") if isinstance(value, float | int) and value < 0 else ("scale=None",)
+    return Problem(key="call.scale", what=f"must be a finite number above 0, not {short(value)}", tries=tries)
 
 
 def short(value: object) -> str:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
+DIGITS = re.compile(r"\d{4301}")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 JOIN_SECONDS = re.compile(r"\+{0,2}launch\.join_seconds=(\d+)")
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
@@ -127,7 +128,9 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     from cp_engine import toml_argument
     from cp_engine.compose import conf_dir
     from cp_engine.modes import run_job
+    from cp_engine.user_folder import reading
 
+    folder = _user_folder(arguments)
     translation = _translation(arguments)
     given = prepared(toml_argument.for_hydra(arguments, translation))
     failed: list[str] = []
@@ -150,8 +153,9 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         assert isinstance(overrides, list)
         failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
 
-    with toml_argument.registered(translation), _program_arguments(given), _full_error(), _root_logging():
+    with reading(), toml_argument.registered(translation), _program_arguments(given), _full_error(), _root_logging():
         try:
+            _require_nothing_executed(given, folder)
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
             raise _hydra_error(error, given) from error
@@ -166,6 +170,10 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             if started:
                 raise
             raise _unstarted(error, arguments) from error
+        except RecursionError as error:
+            if started:
+                raise
+            raise ConfigError([_circle(folder)], "the command line") from error
     if toml_argument.SWEEPS & set(arguments):
         _remove_unused_sweep(started, Path.cwd())
     if unread:
@@ -182,6 +190,9 @@ def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> Config
         empty = [a.partition("=")[0] for a in arguments if EMPTY.fullmatch(a)]
         problems = [Problem(key=key, what="needs one of its options", tries=("--help",)) for key in empty]
         return ConfigError(problems or [Problem(key="options", what=text)], "the command line")
+    if long := [a.partition("=")[0] for a in arguments if DIGITS.search(a)]:
+        what = "has a number of more than 4,300 digits, which Python does not read"
+        return ConfigError([Problem(key=key, what=what) for key in long], "the command line")
     if text.startswith("Only one of"):
         return ConfigError([Problem(key="options", what=text)])
     if isinstance(error, KeyError):
@@ -203,6 +214,46 @@ def _translation(arguments: Sequence[str]) -> "Translation | None":
         known = [name for action in parser._actions for name in action.option_strings]
         raise ConfigError([_no_option(word, known) for word in unknown if word.startswith("-")], "the command line")
     return translation
+
+
+def _user_folder(arguments: Sequence[str]) -> Path | None:
+    """The folder that `--config-dir` names; refuses one with files that have the names of shipped ones."""
+    from hydra._internal.utils import get_args_parser
+
+    from cp_engine.user_folder import shadows
+
+    parsed, _ = get_args_parser().parse_known_args(_together(arguments))
+    folder = None if parsed.config_dir is None else Path(parsed.config_dir)
+    if folder is not None and (problems := list(shadows(folder))):
+        raise ConfigError(problems, "the command line")
+    return folder
+
+
+def _require_nothing_executed(arguments: Sequence[str], folder: Path | None) -> None:
+    """Refuses what Hydra would execute for a file's sake, unless files are trusted."""
+    from hydra._internal.utils import get_args_parser
+
+    from cp_engine.toml_argument import SWEEPS
+    from cp_engine.trust import trusts
+    from cp_engine.user_folder import executed
+
+    overrides = get_args_parser().parse_known_args(list(arguments))[0].overrides
+    if trusts(overrides) or (
+        folder is None and not any(o.lstrip("+").startswith("hydra.searchpath=") for o in overrides)
+    ):
+        return
+    if problems := list(executed(overrides, folder, is_sweep=bool(SWEEPS & set(arguments)))):
+        raise ConfigError(problems, "the command line")
+
+
+def _circle(folder: Path | None) -> Problem:
+    """Defaults that name each other."""
+    from cp_engine.user_folder import circle
+
+    names = circle(folder) if folder is not None else []
+    what = f"name each other in a circle: {' -> '.join(names)}" if names else "are nested without end"
+    rule = ("rule", "a file starts from files that do not start from it")
+    return Problem(key=f"{names[0]}.yaml" if names else "defaults", what=f"its defaults {what}", details=(rule,))
 
 
 def _no_option(word: str, known: Sequence[str]) -> Problem:
@@ -273,18 +324,21 @@ def _remove_unused(folder: Path, typed_in: Path, left: str = ".hydra") -> None:
         typed_in: where the command was typed, which stays.
         left: what Hydra wrote into the folder.
     """
-    if folder == typed_in or not folder.is_dir() or {p.name for p in folder.iterdir()} - {left}:
+    if not folder.is_dir() or folder.samefile(typed_in) or {p.name for p in folder.iterdir()} - {left}:
         return
-    shutil.rmtree(folder)
-    for parent in (folder.parent, folder.parent.parent):
-        if parent == typed_in or any(parent.iterdir()):
-            return
-        parent.rmdir()
+    with suppress(OSError):  # somebody else may use it meanwhile
+        if (folder / left).is_dir():
+            shutil.rmtree(folder / left)
+        (folder / left).unlink(missing_ok=True)
+        for each in (folder, folder.parent, folder.parent.parent):
+            if each.is_symlink() or each.samefile(typed_in) or any(each.iterdir()):
+                return
+            each.rmdir()
 
 
 def _remove_unused_sweep(jobs: Sequence[Path], typed_in: Path) -> None:
     for folder in jobs:
-        if folder.is_dir() and not any(folder.iterdir()) and folder != typed_in:
+        if folder.is_dir() and not folder.samefile(typed_in) and not any(folder.iterdir()):
             folder.rmdir()
     for sweep in {folder.parent for folder in jobs}:
         if (sweep / "multirun.yaml").is_file():

@@ -5,20 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.errors import ConfigError, Problem, suggest
-
-
-def conf_dir() -> Path:
-    """The shipped configuration: inside the package in a wheel, beside it in a checkout."""
-    inside = Path(__file__).parent / "conf"
-    return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
-
+from cp_engine.references import require_bounded
+from cp_engine.shipped import conf_dir
+from cp_engine.user_folder import composing, shadows
 
 OF_CP = re.compile(r"(\+\+|\+|~)?(cp\.|[\w/]+@cp\.)")
 """Overrides that change the composition: `cp.key=...` and `group@cp.key=...`."""
@@ -43,26 +37,34 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
         problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
     elif preset not in presets(config_dir):
         problems.append(_no_preset(preset, config_dir))
+    else:
+        problems += shadows(Path(config_dir)) if config_dir is not None else []
     if problems:
         raise ConfigError(problems, f"cp={preset}")
     search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir is not None else []
-    host, GlobalHydra.instance().hydra = (
-        GlobalHydra.instance().hydra,
-        None,
-    )  # a program may be a Hydra application itself
     try:
-        with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
-            composed = OmegaConf.to_container(
-                hydra_compose("config", [f"cp={preset}", *search, *overrides]), resolve=True
-            )
+        with composing():
+            node = hydra_compose("config", [f"cp={preset}", *search, *overrides])
+            composed = plain(node)["cp"]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([Problem(key="overrides", what=" ".join(str(error).split()))], f"cp={preset}") from error
-    finally:
-        GlobalHydra.instance().hydra = host
     assert isinstance(composed, dict)
-    node = composed["cp"]
-    assert isinstance(node, dict)
-    return {str(key): value for key, value in node.items()}
+    return {str(key): value for key, value in composed.items()}
+
+
+def plain(composed: DictConfig) -> dict[str, object]:
+    """The configuration as plain containers, interpolations resolved.
+
+    Raises:
+        ConfigError: if an interpolation has no target, or too large a one.
+    """
+    require_bounded(OmegaConf.to_container(composed, resolve=False))
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
 
 
 def presets(config_dir: str | Path | None = None) -> list[str]:

@@ -63,7 +63,7 @@ class Course:
         Returns:
             How the first rank of this node ended, if one did.
         """
-        first = self._deaths.first(flagged)
+        first = self._deaths.first(flagged, is_alone=self.meeting is None)
         self._cause, self.told = first, self.attempt
         if self.meeting is not None:
             self.meeting.report(self.attempt, first, "" if first is None else self.text(first))

@@ -70,11 +70,12 @@ class Deaths:
             self._before = max([self._before, *map(_number, self._processes)])
             self._processes, self._seen = [], {}
 
-    def first(self, flagged: Sequence[Ending] = ()) -> Ending | None:
+    def first(self, flagged: Sequence[Ending] = (), *, is_alone: bool = True) -> Ending | None:
         """How the rank ended that ended the run, as far as the ranks of this process tell.
 
         Args:
             flagged: what the agent saw first; none where all ended, for all that it knows, well.
+            is_alone: no other node has ranks, for whose sake the agent could have ended all of these.
 
         Returns:
             The first of those that did not end as a consequence; None if all ended well.
@@ -87,7 +88,8 @@ class Deaths:
             for rank in order:
                 code = self._processes[rank - self.own.start].exitcode or 0
                 # the agent ends the others by SIGTERM, then by SIGKILL, after it saw one end
-                is_agents = code in (-signal.SIGTERM, -signal.SIGKILL) and rank != order[0]
+                is_first = rank == order[0] and (is_alone or code != -signal.SIGTERM)
+                is_agents = code in (-signal.SIGTERM, -signal.SIGKILL) and not is_first
                 if rank not in written and not (is_agents and rank not in named):
                     seconds = self._seen[rank] - SECONDS_SEEN_LATE * (code != -signal.SIGABRT)
                     endings.append(Ending(rank=rank, seconds=seconds, message=_how(code)))

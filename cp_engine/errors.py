@@ -4,6 +4,11 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+SHOWN = 20
+"""Problems that are printed; more are counted."""
+LONGEST = 4000
+"""Letters of one line of a problem."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -50,17 +55,24 @@ class CPError(Exception):
 
     def _text(self) -> str:
         kind, where = type(self).__name__, f" in {self.source}" if self.source else ""
-        count = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}"
-        return "\n".join([f"{kind}: {count}{where}", *numbered(self.problems)])
+        count = f"{len(self.problems):,} problem{'s' * (len(self.problems) != 1)}"
+        return "\n".join([printable(f"{kind}: {count}{where}"), *numbered(self.problems)])
 
 
 def numbered(problems: Sequence[Problem]) -> list[str]:
-    """The lines of several problems, below a line that says what they are problems of."""
+    """The lines of several problems, below a line that says what they are problems of; of very many the first."""
     lines = []
-    for i, problem in enumerate(problems, 1):
+    for i, problem in enumerate(problems[:SHOWN], 1):
         lines.append(f"  {i}. {problem.key}  {problem.what}")
         lines += [f"     {line}" for line in problem.lines()]
-    return lines
+    lines += [f"  and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
+    return [printable(line) for line in lines]
+
+
+def printable(text: str) -> str:
+    """A text for a terminal: what would move its cursor, turn its letters round or stand for nothing is escaped, the rest is cut."""
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {len(text) - LONGEST:,} more letters"
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConfigError(CPError):

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import hydra_keys
+from cp_engine.compose import plain
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.keys import key_problems
 from cp_engine.refusal import KEY, Refusal, problem_of
@@ -123,8 +124,6 @@ def _is_faulty(line: str, attempt: Attempt) -> bool:
 
 def _of_the_rest(composed: DictConfig) -> Iterator[Problem]:
     """Names and types of everything that Hydra did compose."""
-    from cp_engine.modes import plain
-
     yield from hydra_keys.problems(composed.hydra)
     try:
         config = plain(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))

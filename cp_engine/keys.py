@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from cp_engine.errors import Problem, suggest
+from cp_engine.errors import SHOWN, Problem, suggest
 
 TABLES = Path(__file__).parent / "integrations"
 MODES = ("train", "explain", "verify", "translate")
@@ -187,17 +187,22 @@ def _leaves(node: object, known: Mapping[str, str], key: str = "") -> Iterator[t
 
 def key_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """Unknown, missing and unset keys, wrong types and sizes below 1."""
-    known = known_keys(config)
+    known, strange = known_keys(config), 0
     for key, value in _leaves(config, known):
         if any(name.startswith(f"{key}.") for name in known):
             _, inside = _met([*key.split("."), ""], tuple(known), ())
             yield Problem(key=key, what=f"is a section, not {value!r}", details=(("allowed", ", ".join(inside)),))
         elif key not in known:
-            yield unknown_key(key, known, shown(value), elsewhere=(*ELSEWHERE, *CHOICES))
+            strange += 1  # of very many only the first are printed
+            elsewhere = (*ELSEWHERE, *CHOICES)
+            is_shown = strange <= SHOWN
+            yield unknown_key(key, known, shown(value), elsewhere) if is_shown else Problem(key=key, what="unknown key")
         elif value == "???":
             yield Problem(key=key, what="has no value", details=(("allowed", known[key]),), tries=(f"{key}=...",))
         elif not type_matches(value, known[key]):
             yield type_problem(key, value, known[key])
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield Problem(key=key, what="does not fit into 64 bits")
         elif key in POSITIVE and isinstance(value, int) and value < 1:
             yield Problem(key=key, what=f"is {value}, less than 1")
     yield from _dataset_problems(lookup(config, "datasets"))
@@ -235,7 +240,8 @@ def unknown_key(key: str, known: Iterable[str], value: str = "...", elsewhere: t
     depth, siblings = _met(parts, known, elsewhere)
     allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
     tries = tuple(f"{name}={value}" for name in near_keys(key, known, elsewhere))
-    return Problem(key=".".join(parts[: depth + 1]), what="unknown key", details=(("allowed", allowed),), tries=tries)
+    details = (("allowed", allowed), *((("letters", ascii(key)),) if not key.isascii() else ()))  # some look alike
+    return Problem(key=".".join(parts[: depth + 1]), what="unknown key", details=details, tries=tries)
 
 
 def _met(parts: list[str], known: tuple[str, ...], elsewhere: tuple[str, ...]) -> tuple[int, list[str]]:

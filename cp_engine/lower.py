@@ -61,8 +61,8 @@ class Memo:
 
 
 def versions_of(record: Record) -> tuple[int, ...]:
-    """Autograd's count of changes in place, of every tensor that a record holds."""
-    return tuple(x._version for x in (*record.outs, *record.saved))
+    """Autograd's count of changes in place, of every tensor that a record holds; of inference mode's, which have none, 0."""
+    return tuple(0 if x.is_inference() else x._version for x in (*record.outs, *record.saved))
 
 
 class Result(NamedTuple):

@@ -18,6 +18,8 @@ from cp_engine.band import Band, fewest, overlap
 from cp_engine.errors import ConfigError, Problem, suggest
 from cp_engine.index_set import IndexSet, Run, intersect, union
 
+MOST_BLOCKS = 2**16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask:
@@ -107,7 +109,7 @@ def _causal(size: int, fields: Fields) -> list[Band]:
 
 
 def _window(size: int, fields: Fields) -> list[Band]:
-    left, right = _tokens(fields, "left"), _tokens(fields, "right")
+    left, right = (min(_tokens(fields, name), size) for name in ("left", "right"))
     return [Band(q0=0, q1=size, k0=0, k1=size, low=-right, high=left)]
 
 
@@ -128,7 +130,7 @@ def _document(size: int, fields: Fields) -> list[Band]:
     ends = [*starts[1:], size]
     if not starts or starts[0] != 0 or any(a >= b for a, b in zip(starts, ends, strict=True)):
         raise _Wrong("starts", f"must begin with 0 and rise below the sequence length {size}, not {list(starts)}")
-    left, right = (size if fields.get(name) is None else _tokens(fields, name) for name in ("left", "right"))
+    left, right = (size if fields.get(name) is None else min(_tokens(fields, name), size) for name in ("left", "right"))
     if _is_causal(fields):
         if fields.get("right"):
             raise _Wrong("right", f"is {right}, and a causal document shows no later key", ("mask.causal=false",))
@@ -140,6 +142,8 @@ def _block(size: int, fields: Fields) -> list[Band]:
     length = _tokens(fields, "size")
     if not length:
         raise _Wrong("size", "must be at least 1 token")
+    if size > length * MOST_BLOCKS:
+        raise _Wrong("size", f"is {length}, and cuts {size} positions into more than {MOST_BLOCKS:,} blocks")
     ends = [min(start + length, size) for start in range(0, size, length)]
     low = 0 if _is_causal(fields) else -size
     return [Band(q0=a, q1=b, k0=a, k1=b, low=low, high=size) for a, b in zip([0, *ends], ends, strict=False)]

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
 from cp_engine import hydra_keys
+from cp_engine.compose import plain
 from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
 from cp_engine.paths import from_where_typed
+from cp_engine.trust import settled
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -49,7 +50,7 @@ def run_job(
     """
     output_dir, wrong = Path(hydra.runtime.output_dir), list(hydra_keys.problems(cast(DictConfig, hydra)))
     typed = list(hydra.overrides.task)
-    config = from_where_typed(plain(composed), Path(hydra.runtime.cwd))
+    config = settled(from_where_typed(plain(composed), Path(hydra.runtime.cwd)), typed)
     if config.get("toml") is not None and translation is None:
         what, rule = (
             f"is {config['toml']}, and was not translated",
@@ -90,20 +91,6 @@ def _of_a_sweep(hydra: "HydraConf", config: Mapping[str, object]) -> list[Proble
         return []
     tries = ("hydra/launcher=submitit_slurm",) if kind == "slurm" else ("launch=local",)
     return [Problem(key="-m", what=f"starts one job after the other, and launch={kind} one on all nodes", tries=tries)]
-
-
-def plain(composed: DictConfig) -> dict[str, object]:
-    """The configuration as plain containers, interpolations resolved.
-
-    Raises:
-        ConfigError: if an interpolation has no target.
-    """
-    try:
-        config = OmegaConf.to_container(composed, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
-    assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items()}
 
 
 def planned(config: Mapping[str, object], typed: Sequence[str] = (), wrong: Sequence[Problem] = ()) -> "Plan":

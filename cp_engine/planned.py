@@ -3,12 +3,13 @@
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 import torch
 from torch import Tensor
 
 from cp_engine import compiled, memory
-from cp_engine.call import Call, Carried, HostMask
+from cp_engine.call import Call, Carried, HostMask, of_scale
 from cp_engine.check import prove
 from cp_engine.devices import of_tensors
 from cp_engine.errors import CallError, ConfigError, Problem
@@ -197,6 +198,7 @@ class PlannedAttention:
             and (call.enable_gqa or not self._can_have_gqa)
             and self._selects_alike(call)
             and call.head_ranks in (None, self.plan.shape.head_ranks)
+            and (call.scale is None or 0 < call.scale < inf)
             and {n: tuple(x.shape) for n, x in call.parameters.items()} == self._parameter_sizes
         ):
             problems = self._differences(call)
@@ -241,6 +243,8 @@ class PlannedAttention:
         if call.head_ranks not in (None, shape.head_ranks):
             what = f"lie on {call.head_ranks} ranks, and the plan was proved for {shape.head_ranks}"
             problems.append(Problem(key="call.heads", what=what, details=(RULE,)))
+        if call.scale is not None and not 0 < call.scale < inf:
+            problems.append(of_scale(call.scale))
         if not call.enable_gqa and self._can_have_gqa:
             what = f"is False, with {plan.shape.heads} heads and {plan.shape.kv_heads} kv heads"
             problems.append(Problem(key="call.enable_gqa", what=what, tries=("enable_gqa=True",)))

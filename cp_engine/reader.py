@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
-from cp_engine.errors import Problem, suggest
+from cp_engine.errors import SHOWN, Problem, suggest
 from cp_engine.foreign import calling, named
 from cp_engine.keys import shown
 from cp_engine.layout import Mesh
@@ -13,8 +13,9 @@ from cp_engine.primitives import Order, installed
 
 P = TypeVar("P", Order, Step)
 
-MOST_RANKS = 8192
+MOST_RANKS = 2048
 """A plan has tables of ranks x ranks."""
+MOST_STEPS, MOST_AXES = 64, 16
 
 
 class Reader:
@@ -30,7 +31,7 @@ class Reader:
     def unknown(self, where: str, node: Mapping[str, object], allowed: Sequence[str]) -> None:
         for key in node:
             if key not in allowed:
-                near = suggest(key, allowed)
+                near = suggest(key, allowed) if len(self.problems) < SHOWN else None
                 right = f" ++{where}.{near}={shown(node[key])}" if near else ""
                 tries = (f"'~{where}.{key}'{right}",)
                 self.add(f"{where}.{key}", "unknown key", details=(("allowed", ", ".join(allowed)),), tries=tries)
@@ -78,7 +79,9 @@ class Reader:
                 self.add(
                     f"cp.mesh.{axis}", f"must be a whole number of ranks, not {size!r}", tries=(f"cp.mesh.{axis}=2",)
                 )
-        if axes is not None and sorted(axes) != sorted(sizes):
+        if len(sizes) > MOST_AXES:
+            self.add("cp.mesh", f"has {len(sizes):,} axes, and a mesh has at most {MOST_AXES}")
+        elif axes is not None and sorted(axes) != sorted(sizes):
             self.add(
                 "cp.axes",
                 f"[{', '.join(axes)}] is not an order of the mesh axes [{', '.join(sizes)}]",
@@ -145,6 +148,9 @@ class Reader:
         nodes, order = cp["steps"], self.names("cp.order", cp["order"])
         if not isinstance(nodes, Mapping):
             self.add("cp.steps", f"must map each step's name to its fields, not {nodes!r}")
+            return ()
+        if len(nodes) > MOST_STEPS:
+            self.add("cp.steps", f"has {len(nodes):,} steps, and a composition has at most {MOST_STEPS}")
             return ()
         self.order(order, list(nodes))
         built = {}
@@ -248,6 +254,9 @@ class Reader:
                 self.add(key, f"must be {declared.__name__}, not {value!r}", (("allowed", allowed),), tries)
             elif isinstance(value, int) and value < rule.get("least", value):
                 self.add(key, f"is {value}, less than {rule['least']}", tries=(f"{key}={f.default}",))
+            elif isinstance(value, int) and value * mesh.degree > (most := rule.get("most_in_all", float("inf"))):
+                what = f"is {value}, and {mesh.degree} ranks have at most {most} in all"
+                self.add(key, what, tries=(f"{key}={max(1, most // mesh.degree)}",))
             return value
         names = self.names(key, value)
         if names is not None:

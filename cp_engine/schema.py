@@ -17,6 +17,14 @@ from cp_engine.shape import BYTES, Shape
 RECOMPUTE = ("all", "skip_attention")
 """What activation checkpointing may repeat."""
 
+MOST = {"batch": 2**20, "sequence": 2**28, "topk": 2**28}
+MOST_HEADS = 2**16
+"""Of a size, and of all others: what a plan is made of in seconds."""
+MOST_BYTES = 2**50
+"""Of the largest tensor of a call; bytes are summed as numbers of 64 bits."""
+MOST_COUNTED = 2**20
+"""Parts of a mask x ranks: pairs are counted for each."""
+
 KEYS = ("name", "mesh", "axes", "order", "steps", "layout", "degree", "pipeline", "recompute")
 
 
@@ -43,7 +51,12 @@ def plan_from_config(
     """
     composition = read(cp, world_degree)
     check_shape(shape)
-    plan = prove(composition, shape, mask_of(mask, shape.sequence))
+    positions = mask_of(mask, shape.sequence)
+    if len(positions.bands) * composition.mesh.degree > MOST_COUNTED:
+        what = f"has {len(positions.bands):,} parts and the composition {composition.mesh.degree:,} ranks"
+        rule = ("rule", f"parts x ranks are at most {MOST_COUNTED:,}: visible pairs are counted for each")
+        raise ConfigError([Problem(key="mask", what=what, details=(rule,))])
+    plan = prove(composition, shape, positions)
     if isinstance(mask, Mask) or not is_from_call(mask):
         return plan
     require_any_mask(plan)
@@ -134,6 +147,8 @@ def check_shape(shape: Shape) -> None:
         value = getattr(shape, key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             reader.add(f"shape.{key}", f"must be a whole number, 0 or more, not {value!r}")
+    if not reader.problems:
+        _check_largest(shape, reader)
     if not reader.problems and shape.rope_dim > shape.head_dim:
         reader.add("shape.rope_dim", f"is {shape.rope_dim}, and a whole key has head_dim {shape.head_dim}")
     reader.one_of("shape.dtype", shape.dtype, tuple(BYTES))
@@ -146,3 +161,18 @@ def check_shape(shape: Shape) -> None:
         )
     if reader.problems:
         raise ConfigError(reader.problems)
+
+
+def _check_largest(shape: Shape, reader: Reader) -> None:
+    """Refuses sizes that nothing has, and that would take for ever to plan."""
+    for key in (f.name for f in fields(shape) if f.name not in ("dtype", "head_ranks")):
+        value, most = getattr(shape, key), MOST.get(key, MOST_HEADS)
+        if value > most:
+            reader.add(f"shape.{key}", f"is {value}, and a plan is for at most {most:,}")
+    widths = (shape.heads * shape.head_dim, shape.heads * shape.v_head_dim, shape.index_heads * shape.index_dim)
+    widest = max(*widths, shape.latent_dim, shape.selected)
+    size = shape.batch * shape.sequence * widest * max(BYTES.values())
+    if not reader.problems and size > MOST_BYTES:
+        what = f"makes a tensor of {size:,} bytes in float64, and a plan is for at most {MOST_BYTES:,}"
+        sizes = (("sizes", f"batch {shape.batch}, sequence {shape.sequence}, {widest} numbers for each token"),)
+        reader.add("shape", what, sizes)

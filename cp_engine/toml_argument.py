@@ -268,7 +268,7 @@ def _overrides(arguments: Sequence[str]) -> Iterator[Override]:
 def _parsed(argument: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(argument)
-    except HydraException:
+    except (HydraException, ValueError, RecursionError):
         return None
 
 

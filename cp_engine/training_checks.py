@@ -130,6 +130,8 @@ def shape_problems(config: Mapping[str, object]) -> Iterator[Problem]:
 
 def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     """The number of ranks is the product of the degrees; a free dp_shard takes what is left."""
+    from cp_engine.reader import MOST_RANKS  # here: `--help` and `--cfg` need no schema
+
     ranks, factors = world_size(config), degrees(config)
     needed = math.prod(factors.values())
     free = integer(config, "titan.parallelism.data_parallel_shard_degree") < 0
@@ -143,6 +145,8 @@ def _world_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(
             key="launch.nproc", what=what, details=(rule,), tries=(f"launch.nproc={needed}", "launch.nproc=null")
         )
+    elif ranks > MOST_RANKS:
+        yield Problem(key="launch.nproc", what=f"is {ranks}, and a job has at most {MOST_RANKS} ranks")
     if lookup(config, "launch.inline") is True and ranks != 1:
         yield Problem(
             key="launch.inline",

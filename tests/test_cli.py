@@ -153,7 +153,7 @@ def test_user_folder_adds_a_strategy_that_extends_a_shipped_one(command: Callabl
         (["cp=mla_ulysses", "model=llama3"], ["shape.latent_dim", "begins with kv_latent"]),
         (["cp.pipeline=3"], ["cp.pipeline  3 does not divide the heads", "allowed  1, 2, 4, 8, 16", "cp.pipeline=2"]),
         (["cp.recompute=skip_atention"], ["cp.recompute=skip_attention"]),
-        (["mode=explain", "cp.degree=100000"], ["asks for 100000 ranks, and a plan is for at most 8192"]),
+        (["mode=explain", "cp.degree=100000"], ["asks for 100000 ranks, and a plan is for at most 2048"]),
         (["mode=verify", "verify.level=training", "verify.target=ranks"], ["verify.target  is ranks", "=process"]),
         (
             [

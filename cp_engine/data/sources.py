@@ -2,11 +2,14 @@
 
 import ast
 import json
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 
-from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.bounded import decoded, reason_of, require_regular
+from cp_engine.errors import ConfigError, Problem, Reason, suggest
 
 KEYS = ("path", "field", "dataset", "cut", "whole")
 TEXTS = {"c4": None, "c4_test": "tests/assets/c4_test", "c4_validation": None}
@@ -14,6 +17,8 @@ TEXTS = {"c4": None, "c4_test": "tests/assets/c4_test", "c4_validation": None}
 TOKENIZER = "./tests/assets/tokenizer"
 """torchtitan's default for model.hf_assets_path."""
 SUFFIX = ".jsonl"
+MOST_BYTES = 2**26
+"""Of a record."""
 TOKENS = ("input", "labels", "positions")
 """What every batch holds, or may hold, for its tokens."""
 
@@ -119,11 +124,11 @@ def _check_dataset(config: Mapping[str, object], name: str) -> Iterator[Problem]
         yield Problem(key="data.dataset", what=what, details=details, tries=tries)
     path = place_of(config, name, "path") or TEXTS.get(name)
     is_local = path is not None and (path.startswith((".", "/", "~")) or path == TEXTS.get(name))
-    if is_local and not Path(str(path)).exists():
+    if is_local and not os.path.exists(str(path)):
         tries = (f"datasets.{name}.path=/my/{name}", "data=builtin")
         yield Problem(key=f"datasets.{name}.path", what=f"there is no {path}, from {Path.cwd()}", tries=tries)
     assets = _titan(config, "model.hf_assets_path") or place_of(config, name, "tokenizer") or TOKENIZER
-    if not Path(str(assets)).is_dir():
+    if not os.path.isdir(str(assets)):
         what = f"there is no folder {assets}, from {Path.cwd()}"
         rule = ("rule", "it holds the files of a Hugging Face tokenizer, such as tokenizer.json")
         tries = (f"datasets.{name}.tokenizer=/my/tokenizer", "data=builtin")
@@ -157,17 +162,28 @@ def documents(path: str | None, field: str, skip: int = 0) -> Iterator[str]:
             yield _docstrings(file)
         return
     for file in _record_files(Path(path)):
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                if skip:
-                    skip -= 1
-                    continue
-                problem = _record_problem(file, number, line, field)
-                if problem:
-                    raise ConfigError([problem], "data")
-                yield json.loads(line)[field]
+        for number, line in _lines(file):
+            if not line.strip():
+                continue
+            if skip:
+                skip -= 1
+                continue
+            problem = _record_problem(file, number, line, field)
+            if problem:
+                raise ConfigError([problem], "data")
+            yield json.loads(line)[field]
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The numbered lines of a file; one that is longer than a record may be comes cut, and is the last."""
+    with file.open("rb") as lines:
+        for number in count(1):
+            line = lines.readline(MOST_BYTES + 1)
+            if not line:
+                return
+            yield number, line
+            if len(line) > MOST_BYTES:
+                return
 
 
 def _library() -> Path:
@@ -191,16 +207,24 @@ def _record_files(folder: Path) -> list[Path]:
 
 
 def _check_folder(folder: Path, field: str) -> list[Problem]:
-    if not folder.is_dir():
-        what = f"{folder} is a file, not a folder" if folder.exists() else f"there is no folder {folder}"
+    if not os.path.isdir(folder):
+        what = f"{folder} is a file, not a folder" if os.path.exists(folder) else f"there is no folder {folder}"
         return [Problem(key="data.path", what=what, tries=("data.path=null",))]
-    files = _record_files(folder)
+    try:
+        files = _record_files(folder)
+    except OSError as error:
+        return [Problem(key="data.path", what=f"{folder} cannot be read: {error.strerror}", tries=("data.path=null",))]
     if not files:
         return [Problem(key="data.path", what=f"{folder} has no {SUFFIX} file", tries=("data.path=null",))]
     problems, records = [], 0
     for file in files:  # the first record of each file; later ones are checked as they are read
-        with file.open(encoding="utf-8") as lines:
-            first = next(((n, line) for n, line in enumerate(lines, 1) if line.strip()), None)
+        try:
+            require_regular(file)
+            first = next(((n, line) for n, line in _lines(file) if line.strip()), None)
+        except (OSError, Reason) as error:
+            problems.append(Problem(key="data.path", what=f"{file} {reason_of(error)}"))
+            records += 1
+            continue
         if first is None:
             continue
         records += 1
@@ -212,12 +236,15 @@ def _check_folder(folder: Path, field: str) -> list[Problem]:
     return problems
 
 
-def _record_problem(file: Path, number: int, line: str, field: str) -> Problem | None:
+def _record_problem(file: Path, number: int, line: bytes, field: str) -> Problem | None:
     at = (("at", f"{file}:{number}"),)
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        return Problem(key="data.path", what=f"not a JSON record: {error.msg}", details=at)
+        if len(line) > MOST_BYTES:
+            raise Reason(f"longer than {MOST_BYTES // 2**20} MiB, the most that a record has")
+        record = json.loads(decoded(line))
+    except (ValueError, RecursionError, Reason) as error:  # such as a number of a million digits
+        said = error.msg if isinstance(error, json.JSONDecodeError) else error
+        return Problem(key="data.path", what=f"not a JSON record: {said}", details=at)
     if not isinstance(record, dict):
         return Problem(key="data.path", what=f"a record must be an object, not {type(record).__name__}", details=at)
     if field not in record:
@@ -233,4 +260,9 @@ def _record_problem(file: Path, number: int, line: str, field: str) -> Problem |
         return Problem(
             key="data.field", what=f"field {field!r} holds {type(record[field]).__name__}, not text", details=at
         )
+    try:
+        record[field].encode()
+    except UnicodeEncodeError as error:
+        what = f"field {field!r} is not text: {error.reason} at letter {error.start}"
+        return Problem(key="data.field", what=what, details=at)
     return None

@@ -7,7 +7,6 @@ import typing
 from importlib.util import find_spec
 
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.keys import module_tables
 
 ANY = "any"
 """A type that the tables do not describe; every value has it."""
@@ -29,15 +28,6 @@ def imported_table(module: str) -> Table:
     except Exception as error:  # of any kind: it is somebody's program
         key, what = "titan.job.custom_config_module", f"{module} gives no JobConfig: {type(error).__name__}: {error}"
         raise ConfigError([Problem(key=key, what=what)]) from error
-
-
-def untrusted(module: str) -> Problem:
-    """The problem of a config module whose keys are not known."""
-    rule = ("rule", "torchtitan would import and run it; it is imported here only when you say that you trust it")
-    what, details = f"'{module}' is not a module whose keys are known", (rule, ("known", ", ".join(module_tables())))
-    return Problem(
-        key="titan.job.custom_config_module", what=what, details=details, tries=("translate.trust_modules=true",)
-    )
 
 
 def is_installed(module: str) -> bool:

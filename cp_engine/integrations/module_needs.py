@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from cp_engine import trust
 from cp_engine.data.sources import TEXTS
 from cp_engine.errors import Problem
-from cp_engine.integrations.config_modules import is_installed, untrusted
+from cp_engine.integrations.config_modules import is_installed
 from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import (
     ABSENT,
@@ -108,14 +109,13 @@ def _without_module(config: Mapping[str, object]) -> str:
 
 
 def problems(config: Mapping[str, object]) -> Iterator[Problem]:
-    """A config module that is not known, or flavors that the job's modules do not go with, on whatever machine.
+    """Modules that nobody trusts, or flavors that the job's modules do not go with, on whatever machine.
 
     Args:
         config: the whole composed configuration.
     """
     module, key = value_of(config, CONFIG_MODULE), "titan.model.flavor"
-    if isinstance(module, str) and module and not _is_trusted(config, module):
-        yield untrusted(module)
+    yield from trust.problems(config)
     name, flavor, host = str(value_of(config, "titan.model.name")), str(value_of(config, key)), package_of(config)
     rows = flavors(config)
     package = rows.get(flavor, {}).get("package")
@@ -166,7 +166,7 @@ def missing(config: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _is_trusted(config: Mapping[str, object], module: str) -> bool:
-    return module in module_tables() or lookup(config, "translate.trust_modules") is True
+    return module in module_tables() or lookup(config, trust.TRUST) is True
 
 
 def _install(package: str) -> str:

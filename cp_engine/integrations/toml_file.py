@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cp_engine.errors import ConfigError, Problem
+from cp_engine.bounded import bytes_of, decoded, reason_of, require_bounded
+from cp_engine.errors import SHOWN, ConfigError, Problem, Reason
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,15 +70,16 @@ def read_toml(path: str) -> TomlFile:
     while True:
         try:
             values = tomllib.loads("\n".join(lines) + "\n")
+            require_bounded(values)
             return TomlFile(path=path, values=values, lines=first, problems=tuple(problems))
         except tomllib.TOMLDecodeError as error:
             problem, at = _fault(error, lines)
             problems.append(problem)
-            if at is None:  # what follows may belong to another section
+            if at is None or len(problems) > SHOWN:  # what follows may belong to another section
                 raise ConfigError(problems, source=path) from error
             lines[at - 1] = ""
-        except (ValueError, RecursionError) as error:
-            what = f"cannot be parsed: {type(error).__name__}: {error}"
+        except (ValueError, RecursionError, Reason) as error:
+            what = str(error) if isinstance(error, Reason) else f"cannot be parsed: {type(error).__name__}: {error}"
             raise ConfigError([*problems, Problem(key="toml", what=what)], source=path) from error
 
 
@@ -94,20 +96,18 @@ def _text(path: str) -> str:
     if any("\ud800" <= letter <= "\udfff" for letter in path):
         raise ConfigError([Problem(key="toml", what=f"{path!r} is not the name of a file in UTF-8")])
     try:
-        raw = Path(path).read_bytes()
+        raw = bytes_of(path)
         if (mark := next((mark for mark in MARKS if raw.startswith(mark)), None)) is not None:
             name, line = MARKS[mark]
             rule = ("rule", "TOML is UTF-8 without a mark, and torchtitan does not read a file that begins with one")
             raise refused(
                 f"begins with the byte-order mark of {name}", rule, tries=(line.format(file=shlex.quote(path)),)
             )
-        text = raw.decode("utf-8")
+        text = decoded(raw)
     except FileNotFoundError as error:
         raise refused(f"there is no file {path}", ("from", str(Path.cwd()))) from error
-    except UnicodeDecodeError as error:
-        raise refused(f"is not text in UTF-8: {error.reason} at byte {error.start}") from error
-    except (OSError, ValueError) as error:
-        raise refused(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, Reason) as error:
+        raise refused(reason_of(error)) from error
     if not any(line.strip() and not line.strip().startswith("#") for line in text.splitlines()):
         raise refused("is empty", ("rule", "a file of a training names at least its model"))
     return text
@@ -136,7 +136,7 @@ def _keys(lines: list[str]) -> Iterator[tuple[str, int, bool]]:
 
 def _opened(line: str) -> int:
     """How many arrays and tables a line opens and does not close."""
-    code = re.sub(r"""\"(?:[^"\\]|\\.)*\"|'[^']*'|#.*""", "", line)
+    code = re.sub(r"""\"(?:[^"\\]|\\.)*(?:\"|$)|'[^']*(?:'|$)|#.*""", "", line)
     return sum(code.count(a) - code.count(b) for a, b in ("[]", "{}"))
 
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cp_engine.errors import Problem, suggest
+from cp_engine.errors import SHOWN, Problem, suggest
 from cp_engine.integrations.config_modules import Table
 from cp_engine.integrations.toml_file import TomlFile
 from cp_engine.integrations.toml_rules import Rules
@@ -114,13 +114,19 @@ def key_problems(
     """
     known = {name: str(row["type"]) for name, row in table.items()}
     strange: dict[tuple[str, tuple[str, ...]], list[Key]] = {}  # (section, config modules) -> its keys
+    beyond: list[Problem] = []
+    tables = {module: {**its, **rules.older_keys(module)} for module, its in module_tables().items()}
+    sections = {name[:end] for name in known for end, letter in enumerate(name) if letter == "."}
     for name, key in keys.items():
-        is_section = any(other.startswith(f"{name}.") for other in known)
+        is_section = name in sections
         if name in known or is_section:
             if (problem := _value_problem(name, key, known, is_section)) is not None:
                 yield _at(key, problem)
         elif key.is_typed or untrusted is None:
-            modules = tuple(m for m, its in module_tables().items() if name in {**its, **rules.older_keys(m)})
+            modules = tuple(module for module, its in tables.items() if name in its)
+            if not modules and len(strange) >= SHOWN:  # only the first are printed
+                beyond.append(_at(key, Problem(key=key.written, what="unknown key")))
+                continue
             here = "" if modules else unknown_key(key.written, known, elsewhere=()).key
             strange.setdefault((here, modules), []).append(key)
     left = [k for name, k in keys.items() if untrusted is not None and name not in known and not k.is_typed]
@@ -130,6 +136,7 @@ def key_problems(
         yield Problem(key=untrusted.key, what=untrusted.what, details=(*untrusted.details, *more), tries=tries)
     for (here, modules), of in strange.items():
         yield _of_a_module(of, modules) if modules else _unknown(here, of, known)
+    yield from beyond
 
 
 def _of_a_module(keys: Sequence[Key], modules: Sequence[str]) -> Problem:

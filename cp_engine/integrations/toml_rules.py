@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cp_engine.compose import conf_dir
+from cp_engine.shipped import conf_dir
 
 Values = Callable[[str], object]
 """The value of a dotted key, defaults included."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
+from cp_engine.bounded import yaml_of
 
 COMMAND_LINE = "the command line"
 DEFAULT = "torchtitan's default"
@@ -89,7 +89,7 @@ def options(folders: Sequence[Path], group: str) -> Iterator[tuple[str, Mapping[
     """(name, its keys) of every file of a configuration group."""
     for folder in folders:
         for path in sorted((folder / group).glob("*.yaml")):
-            row = yaml.safe_load(path.read_text(encoding="utf-8"))
+            row = yaml_of(path)
             yield path.stem, row if isinstance(row, Mapping) else {}
 
 

@@ -12,8 +12,8 @@ from cp_engine.integrations.module_needs import CONVERTERS, KNOWN
 from cp_engine.integrations.toml_rules import shipped_rules
 from cp_engine.keys import ABSENT, CONFIG_MODULE, lookup, module_tables, package_of, shape_row, value_of
 from cp_engine.npu.operators import shipped
+from cp_engine.trust import IMPORT
 
-IMPORT = "titan.experimental.custom_import"
 ROWS = "titan.training.local_batch_size"
 EXPERTS, TENSOR = "expert_parallel_degree", "tensor_parallel_degree"
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import world
+from cp_engine.bounded import yaml_of
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.integrations.checkpoint_files import (
     SAVING,
@@ -193,7 +194,7 @@ def _of_another_job(config: Mapping[str, object], checkpoint: Path) -> Iterator[
 
 def _told_otherwise(config: Mapping[str, object], checkpoint: Path, run: Path) -> Iterator[Problem]:
     """What decides a checkpoint's parameters or its place in the text, and was something else in the run that wrote it."""
-    told = OmegaConf.load(run / SAVED)
+    told = _saved(run / SAVED)
     try:
         then = {key: OmegaConf.select(told, key) for key in (*OF_MODEL, CONVERTERS, *OF_TEXT)}
     except OmegaConfBaseException as error:
@@ -228,8 +229,14 @@ def _list(x: object) -> list[str]:
 def _folder_of(run: Path) -> Path:
     """The folder in which a run was started."""
     file = run / STARTED
-    found = OmegaConf.select(OmegaConf.load(file), "hydra.runtime.cwd") if file.is_file() else None
+    found = OmegaConf.select(_saved(file), "hydra.runtime.cwd") if file.is_file() else None
     return Path(found) if isinstance(found, str) else Path.cwd()
+
+
+def _saved(file: Path) -> DictConfig:
+    """What a run left in its folder; raises ConfigError where that is no configuration."""
+    tree = yaml_of(file)
+    return OmegaConf.create(tree if isinstance(tree, dict) else {})
 
 
 def _chosen(resume: str, folder: str, digests: bool, key: str = "launch.resume") -> Source:

@@ -1,13 +1,12 @@
 """A torchtitan or torchtitan-npu TOML as choices of groups and values of keys; nothing of it is dropped without being named."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import yaml
 
 from cp_engine.compose import compose
 from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.integrations.config_modules import imported_table, untrusted
+from cp_engine.integrations.config_modules import imported_table
 from cp_engine.integrations.toml_file import TomlFile
 from cp_engine.integrations.toml_keys import Key, all_modules, key_problems, leaves, present_names
 from cp_engine.integrations.toml_rules import Composed, Rules
@@ -22,6 +21,7 @@ from cp_engine.integrations.toml_translation import (
     options,
 )
 from cp_engine.keys import lookup, module_tables, shape_table, titan_table
+from cp_engine.trust import untrusted
 from cp_engine.world import degree_in
 
 MODULE = "job.custom_config_module"
@@ -112,9 +112,8 @@ class _Translator:
         self.keys[MODULE] = Key(entry.written, module, entry.where)
         if module in module_tables():
             return {**module_tables()[module], **self.rules.older_keys(module)}
-        if not self.asked.trust_modules:
-            problem = untrusted(module)
-            self.untrusted = replace(problem, key=entry.written, details=(("at", entry.where), *problem.details))
+        if not self.asked.trust_modules and not entry.is_typed:
+            self.untrusted = untrusted(entry.written, module, ("at", entry.where))
             return {}
         try:
             return imported_table(module)

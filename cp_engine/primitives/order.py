@@ -123,7 +123,7 @@ class Balanced(Order):
 
     kind = "balanced"
     looks_at_mask = True
-    chunks: int = field(default=8, metadata={"least": 1})
+    chunks: int = field(default=8, metadata={"least": 1, "most_in_all": 2**14})
 
     def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         everything = whole(held.size)
