@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from cp_engine import stores
 from cp_engine.endings import Interrupted, RankFailure
-from cp_engine.errors import ConfigError, CPError, Problem, suggest
+from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import MODES
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from cp_engine.integrations.toml_translation import Translation
     from cp_engine.join import Group
 
 # Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
@@ -29,8 +28,6 @@ EMPTY = re.compile(r"[\w/@.]*=(null)?")
 DIGITS = re.compile(r"\d{4301}")
 SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 JOIN_SECONDS = re.compile(r"\+{0,2}launch\.join_seconds=(\d+)")
-VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
-"""Options of Hydra that take a value."""
 # What is only printed needs no folder and no log file.
 NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.root.handlers=[]")
 
@@ -125,13 +122,18 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from cp_engine import toml_argument
-    from cp_engine.compose import conf_dir
+    from cp_engine import toml_argument, user_folder
     from cp_engine.modes import run_job
-    from cp_engine.user_folder import reading
+    from cp_engine.options import SOURCE, parsed
+    from cp_engine.shipped import conf_dir
 
-    folder = _user_folder(arguments)
-    translation = _translation(arguments)
+    options, wrong = parsed(arguments)
+    folder = None if options.config_dir is None else Path(options.config_dir)
+    if problems := list(user_folder.shadows(folder)) if folder is not None else []:
+        raise ConfigError(problems, SOURCE)
+    translation = toml_argument.translation_of(arguments, options.config_dir)
+    if wrong:
+        raise ConfigError(wrong, SOURCE)
     given = prepared(toml_argument.for_hydra(arguments, translation))
     failed: list[str] = []
     started: list[Path] = []
@@ -153,9 +155,17 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         assert isinstance(overrides, list)
         failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
 
-    with reading(), toml_argument.registered(translation), _program_arguments(given), _full_error(), _root_logging():
+    with (
+        user_folder.reading(),
+        toml_argument.registered(translation),
+        _program_arguments(given),
+        _full_error(),
+        _root_logging(),
+    ):
         try:
-            _require_nothing_executed(given, folder)
+            user_folder.require_nothing_executed(
+                parsed(given)[0].overrides, folder, is_sweep=bool(toml_argument.SWEEPS & set(arguments))
+            )
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
             raise _hydra_error(error, given) from error
@@ -170,10 +180,14 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
             if started:
                 raise
             raise _unstarted(error, arguments) from error
+        except (TypeError, AttributeError, AssertionError) as error:  # likewise
+            if started:
+                raise
+            raise _hydra_error(error, given) from error
         except RecursionError as error:
             if started:
                 raise
-            raise ConfigError([_circle(folder)], "the command line") from error
+            raise ConfigError([user_folder.circle(folder)], SOURCE) from error
     if toml_argument.SWEEPS & set(arguments):
         _remove_unused_sweep(started, Path.cwd())
     if unread:
@@ -201,70 +215,6 @@ def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> Config
     return ConfigError([Problem(key="hydra.job_logging", what=f"{text}{cause}", tries=("hydra/job_logging=default",))])
 
 
-def _translation(arguments: Sequence[str]) -> "Translation | None":
-    """What `toml=` names, translated; refuses flags of torchtitan's own program, and what a translation would not write."""
-    from hydra._internal.utils import get_args_parser
-
-    from cp_engine import toml_argument
-
-    parser = get_args_parser()
-    parsed, unknown = parser.parse_known_args(_together(arguments))
-    translation = toml_argument.translation_of(arguments, parsed.config_dir)
-    if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        raise ConfigError([_no_option(word, known) for word in unknown if word.startswith("-")], "the command line")
-    return translation
-
-
-def _user_folder(arguments: Sequence[str]) -> Path | None:
-    """The folder that `--config-dir` names; refuses one with files that have the names of shipped ones."""
-    from hydra._internal.utils import get_args_parser
-
-    from cp_engine.user_folder import shadows
-
-    parsed, _ = get_args_parser().parse_known_args(_together(arguments))
-    folder = None if parsed.config_dir is None else Path(parsed.config_dir)
-    if folder is not None and (problems := list(shadows(folder))):
-        raise ConfigError(problems, "the command line")
-    return folder
-
-
-def _require_nothing_executed(arguments: Sequence[str], folder: Path | None) -> None:
-    """Refuses what Hydra would execute for a file's sake, unless files are trusted."""
-    from hydra._internal.utils import get_args_parser
-
-    from cp_engine.toml_argument import SWEEPS
-    from cp_engine.trust import trusts
-    from cp_engine.user_folder import executed
-
-    overrides = get_args_parser().parse_known_args(list(arguments))[0].overrides
-    if trusts(overrides) or (
-        folder is None and not any(o.lstrip("+").startswith("hydra.searchpath=") for o in overrides)
-    ):
-        return
-    if problems := list(executed(overrides, folder, is_sweep=bool(SWEEPS & set(arguments)))):
-        raise ConfigError(problems, "the command line")
-
-
-def _circle(folder: Path | None) -> Problem:
-    """Defaults that name each other."""
-    from cp_engine.user_folder import circle
-
-    names = circle(folder) if folder is not None else []
-    what = f"name each other in a circle: {' -> '.join(names)}" if names else "are nested without end"
-    rule = ("rule", "a file starts from files that do not start from it")
-    return Problem(key=f"{names[0]}.yaml" if names else "defaults", what=f"its defaults {what}", details=(rule,))
-
-
-def _no_option(word: str, known: Sequence[str]) -> Problem:
-    """An option that there is not: misspelt, or a key with dashes before it."""
-    name, equals, _ = word.partition("=")
-    near = suggest(name, known)
-    tries = (word.lstrip("-"),) if equals else (near,) if near is not None else ()
-    rule = ("rule", "keys are written key=value, without dashes; options are those that --help lists")
-    return Problem(key=word, what="is not an option", details=(rule,), tries=tries)
-
-
 def prepared(arguments: Sequence[str]) -> list[str]:
     """The arguments for Hydra: refuses what it would misread, and adds what it would ask for.
 
@@ -277,6 +227,7 @@ def prepared(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if the strategy is removed instead of replaced.
     """
+    from cp_engine.options import together
     from cp_engine.toml_argument import is_open
 
     words = [argument for argument in arguments if argument in MODES]
@@ -293,27 +244,11 @@ def prepared(arguments: Sequence[str]) -> list[str]:
         what = f"'{nothing[0]}' leaves no composition"
         raise ConfigError([Problem(key="cp", what=what, tries=("cp=none",))], source="the command line")
     result = []
-    for argument in _together(arguments):
+    for argument in together(arguments):
         result.append(f"++{argument}" if is_open(argument) else argument)
         if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
             result += NO_FOLDER
     return result
-
-
-def _together(arguments: Sequence[str]) -> list[str]:
-    """Hydra's options first, then all overrides: its parser takes overrides in one place only."""
-    options: list[str] = []
-    overrides: list[str] = []
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if argument.startswith("-"):
-            options.append(argument)
-            if argument in VALUED and left:
-                options.append(left.pop(0))
-        else:
-            overrides.append(argument)
-    return [*options, *overrides]
 
 
 def _remove_unused(folder: Path, typed_in: Path, left: str = ".hydra") -> None:
@@ -390,12 +325,10 @@ def _full_error() -> Iterator[None]:
 
 
 def _hydra_error(error: Exception, arguments: Sequence[str]) -> ConfigError:
-    from hydra._internal.utils import get_args_parser
-
-    from cp_engine.compose import conf_dir
     from cp_engine.hints import config_error
+    from cp_engine.options import parsed
+    from cp_engine.shipped import conf_dir
     from cp_engine.toml_argument import SWEEPS
 
-    parsed, _ = get_args_parser().parse_known_args(list(arguments))
-    sweep = bool(SWEEPS & set(arguments))
-    return config_error(error, parsed.overrides, conf=conf_dir(), extra=parsed.config_dir, sweep=sweep)
+    options, sweep = parsed(arguments)[0], bool(SWEEPS & set(arguments))
+    return config_error(error, options.overrides, conf=conf_dir(), extra=options.config_dir, sweep=sweep)

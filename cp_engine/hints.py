@@ -10,7 +10,6 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException, SearchPathException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine import hydra_keys
 from cp_engine.compose import plain
@@ -19,6 +18,7 @@ from cp_engine.keys import key_problems
 from cp_engine.refusal import KEY, Refusal, problem_of
 from cp_engine.schema import read
 from cp_engine.toml_argument import is_open
+from cp_engine.user_folder import UNCOMPOSED
 
 
 def config_error(
@@ -137,7 +137,7 @@ def _of_the_rest(composed: DictConfig) -> Iterator[Problem]:
 def _attempt(overrides: list[str]) -> tuple[DictConfig | None, Exception | None]:
     try:
         return compose("config", overrides, return_hydra_config=True), None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except UNCOMPOSED as error:
         return None, error
 
 

@@ -23,12 +23,15 @@ from omegaconf.errors import OmegaConfBaseException
 from cp_engine.bounded import reason_of, require_bounded_yaml, text_of, yaml_of
 from cp_engine.errors import ConfigError, Problem, Reason
 from cp_engine.hydra_keys import OF_HYDRA
+from cp_engine.options import SOURCE
 from cp_engine.references import require_bounded
 from cp_engine.shipped import conf_dir
-from cp_engine.trust import RULE, TRUST
+from cp_engine.trust import RULE, TRUST, trusts
 
 EXECUTED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper", "job.env_set")
 """Keys of Hydra's that name what runs: classes, commands, further overrides, and the environment that every rank is started in."""
+UNCOMPOSED = (HydraException, OmegaConfBaseException, ValueError, KeyError, TypeError, AttributeError, AssertionError)
+"""What Hydra raises where it cannot compose, its own errors and others that it does not foresee."""
 MOST_FILES = 1000
 """Of a folder, that are looked at to name those which start from each other."""
 
@@ -89,23 +92,30 @@ def _shipped() -> Iterator[tuple[str, Path]]:
             yield name, Path(hydra.conf.__path__[0])
 
 
-def executed(overrides: Sequence[str], folder: Path | None, *, is_sweep: bool) -> Iterator[Problem]:
-    """What files say that Hydra would execute before a job begins, and that nobody typed.
+def require_nothing_executed(overrides: Sequence[str], folder: Path | None, *, is_sweep: bool) -> None:
+    """Refuses what files say that Hydra would execute before a job begins, and that nobody typed or trusts.
 
     Args:
         overrides: of the command line, as Hydra takes them.
         folder: of the user's, if any.
         is_sweep: whether several values are several jobs.
+
+    Raises:
+        ConfigError: naming the keys.
     """
+    is_alone = folder is None and not any(o.lstrip("+").startswith("hydra.searchpath=") for o in overrides)
+    if is_alone or trusts(overrides):
+        return
     search = [f"hydra.searchpath=[file://{folder.absolute()}]"] if folder is not None else []
     typed = _parts([*(o for o in overrides if o.lstrip("+~").startswith(OF_HYDRA)), *search])
     found: dict[str, None] = {}
     for job in _jobs(overrides) if is_sweep else [list(overrides)]:
         said = _parts([*job, *search])  # where it cannot be composed Hydra says so, and executes nothing
         found |= {key: None for key, value in said.items() if typed and typed[key] != value}
-    for key in found:
-        what = "is set by a file, and Hydra would import or start what it names before the job"
-        yield Problem(key=f"hydra.{key}", what=what, details=(RULE,), tries=(f"{TRUST}=true",))
+    what = "is set by a file, and Hydra would import or start what it names before the job"
+    if found:
+        tries = (f"{TRUST}=true",)
+        raise ConfigError([Problem(key=f"hydra.{k}", what=what, details=(RULE,), tries=tries) for k in found], SOURCE)
 
 
 def _parts(overrides: list[str]) -> dict[str, object]:
@@ -115,7 +125,7 @@ def _parts(overrides: list[str]) -> dict[str, object]:
             composed = hydra_compose("config", overrides, return_hydra_config=True)
         require_bounded(OmegaConf.to_container(composed, resolve=False))  # before Hydra resolves its own
         nodes = {key: OmegaConf.select(composed.hydra, key) for key in EXECUTED}
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError):
+    except (*UNCOMPOSED, RecursionError):
         return {}
     return {k: OmegaConf.to_container(n) if isinstance(n, DictConfig) else n for k, n in nodes.items()}
 
@@ -146,8 +156,16 @@ def composing() -> Iterator[None]:
         GlobalHydra.instance().hydra = host
 
 
-def circle(folder: Path) -> list[str]:
-    """Files of a folder whose `defaults` lead back to the first of them; empty where none do."""
+def circle(folder: Path | None) -> Problem:
+    """The problem of files whose `defaults` lead back to themselves, or lead on too far."""
+    names = _circle(folder) if folder is not None else []
+    what = f"name each other in a circle: {' -> '.join(names)}" if names else "are nested without end"
+    rule = ("rule", "a file starts from files that do not start from it")
+    return Problem(key=f"{names[0]}.yaml" if names else "defaults", what=f"its defaults {what}", details=(rule,))
+
+
+def _circle(folder: Path) -> list[str]:
+    """The files of a circle, the first of them also last; empty where there is none."""
     seen: dict[str, list[str]] = {}
     for path in sorted(islice(folder.rglob("*.yaml"), MOST_FILES)):
         seen[str(path.relative_to(folder).with_suffix(""))] = []
