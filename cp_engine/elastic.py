@@ -155,7 +155,7 @@ def resumed(config: Config, settings: Config, output_dir: Path, out: TextIO, *, 
         ConfigError: there is nothing that can be continued from.
     """
     if (source := source_of(config, output_dir, is_restart=is_restart)) is not None:
-        settings["resume"] = str(source.path)
+        settings |= {"resume": str(source.path), "is_read": True}
         print(f"{'resume':<9}{source.line()}", file=out, flush=True)
 
 

@@ -115,7 +115,8 @@ class Group:
         settings = section(config, "launch")
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         settings |= {"output_dir": str(output_dir), "device": resolve(str(settings["device"]), local_ranks)}
-        resumed(config, settings, output_dir, out)
+        is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        resumed(config, settings, output_dir, out, is_restart=is_restart)
         config = {**config, "launch": settings}
         (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
         self.tell({"config": config})

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cp_engine import data
 from cp_engine.devices import of_tensors, operators_of
 from cp_engine.errors import ConfigError, Problem, RankError
+from cp_engine.integrations.checkpoint_files import step_of
 from cp_engine.integrations.module_needs import without_spared_module
 from cp_engine.integrations.torchtitan_cpu import cpu_shims
 from cp_engine.integrations.torchtitan_resume import Source, source_of
@@ -81,7 +82,9 @@ def train_composition(
         watching = Watching(seconds=None if seconds is None else float(str(seconds)), fail=fail)
         trainer = trainer_class(job, plan, _writer(config, finish), kernels, companions, goes_on, watching)
         finish.callback(trainer.close)
-        made_whole(trainer.checkpointer, _agreed_source(config))
+        made_whole(trainer.checkpointer, source := _agreed_source(config))
+        if _is_restart() and source is not None and step_of(source) >= job.training.steps:
+            return  # a rank failed after the last step
         try:
             if job.checkpoint.create_seed_checkpoint:
                 trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -95,11 +98,12 @@ def _agreed_source(config: Mapping[str, object]) -> Path | None:
     """What rank 0 finds to continue from, on every rank; after a restart that is no longer what the launcher found."""
     found: list[Source | ConfigError | None] = [None]
     if dist.get_rank() == 0:
+        launch = dict(section(config, "launch"))
+        if launch.get("is_read") and not _is_restart():
+            launch["resume_check"] = "sizes"  # the others wait, and the launcher has read every byte
         try:
-            output_dir = Path(str(section(config, "launch")["output_dir"]))
-            found = [
-                source_of(config, output_dir, is_restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
-            ]
+            output_dir = Path(str(launch["output_dir"]))
+            found = [source_of({**config, "launch": launch}, output_dir, is_restart=_is_restart())]
         except ConfigError as error:
             found = [error]  # for every rank
     dist.broadcast_object_list(found)
@@ -109,6 +113,10 @@ def _agreed_source(config: Mapping[str, object]) -> Path | None:
         return None
     logging.getLogger().info("resume %s", found[0].line())
     return found[0].path
+
+
+def _is_restart() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _of_checkpoint(error: CheckpointException) -> RankError:

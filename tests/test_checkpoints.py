@@ -8,16 +8,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import CheckpointException, load, save
+from torch.distributed.checkpoint.metadata import Metadata
 
+from cp_engine import elastic, train
 from cp_engine.errors import ConfigError
+from cp_engine.integrations import checkpoint_trust as trust
 from cp_engine.integrations.checkpoint_files import METADATA, SEAL, metadata_of, require_safe, require_whole, seal
+from cp_engine.integrations.checkpoint_trust import Damaged
+from cp_engine.integrations.torchtitan_cpu import cpu_shims
 from cp_engine.integrations.torchtitan_resume import Source, source_of
 from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment
-from tests.test_training import configured
+from tests.test_training import Config, configured, one_rank
+
+__all__ = ["one_rank"]
 
 JOB = ("model=llama3", "titan.training.seq_len=64", "titan.checkpoint.enable=true", "titan.checkpoint.interval=2")
 SHARD = "__1_0.distcp"
@@ -62,7 +71,8 @@ def step(run_folder: Path, number: int) -> Path:
 
 
 def source(new: Path, *overrides: str, is_restart: bool = False) -> Source | None:
-    return source_of(configured(new, "model=llama3", *overrides), new, is_restart=is_restart)
+    config = configured(new, "model=llama3", "titan.training.steps=8", *overrides)
+    return source_of(config, new, is_restart=is_restart)
 
 
 def refusal(new: Path, *overrides: str) -> str:
@@ -168,6 +178,13 @@ CRAFTED: dict[str, Callable[[Path, Path], None]] = {
     "entry": lambda s, canary: entry_of(s, "train_state.step", saved(Evil(canary))),
     "data loader": lambda s, canary: entry_of(s, "dataloader.dp_rank_0", saved(pickle.dumps(Evil(canary)))),
     "tensor in a data loader": lambda s, canary: entry_of(s, "dataloader.dp_rank_0", saved({"a": [nested(canary)]})),
+    # as Python wrote pickles before they had a first byte of their own, and bytes of another type
+    "old pickle in a data loader": lambda s, canary: entry_of(
+        s, "dataloader.dp_rank_0", saved(pickle.dumps(Evil(canary), protocol=0))
+    ),
+    "bytearray in a data loader": lambda s, canary: entry_of(
+        s, "dataloader.dp_rank_0", saved(bytearray(pickle.dumps(Evil(canary), protocol=0)))
+    ),
     "legacy entry": lambda s, canary: entry_of(s, "train_state.step", pickle.dumps(Evil(canary))),
 }
 
@@ -190,6 +207,68 @@ def test_a_checkpoint_runs_no_code(command: Callable[..., Result], old: Path, tm
     assert result.code == 1 and "titan.checkpoint.initial_load_path" in result.err and not canary.exists()
 
 
+@pytest.mark.parametrize("kind", CRAFTED)
+def test_a_rank_reads_data_alone(old: Path, tmp_path: Path, kind: str) -> None:
+    with cpu_shims():
+        from cp_engine.integrations.torchtitan_saving import DataPlanner, DataReader
+    canary = tmp_path / "canary"
+    names = ("train_state.step", "dataloader.dp_rank_0")
+    wanted: dict[str, object] = dict.fromkeys(names, 0)
+    load(wanted, storage_reader=DataReader(step(old, 6)), planner=DataPlanner(), no_dist=True)
+    assert pickle.loads(wanted[names[1]])["_num_yielded"] == 6
+    CRAFTED[kind](step(old, 6), canary)
+    with pytest.raises(
+        CheckpointException, match=r"posix\.system, of which it has no need|is not there|does not write"
+    ):
+        load(dict(wanted), storage_reader=DataReader(step(old, 6)), planner=DataPlanner(), no_dist=True)
+    assert not canary.exists()
+    with suppress(Exception, CheckpointException):  # what torch does with it, and torchtitan's data loader
+        load(wanted, checkpoint_id=step(old, 6), no_dist=True)
+    if kind != "tensor in a data loader":  # which lies deeper than anything looks today
+        with suppress(Exception):
+            pickle.loads(wanted[names[1]])
+        assert canary.exists()
+
+
+def test_what_no_rank_reads_may_hold_anything(old: Path, tmp_path: Path) -> None:
+    CRAFTED["data loader"](step(old, 6), tmp_path / "canary")
+    left_out = "+titan.checkpoint.exclude_from_loading=[dataloader]"
+    found = source(tmp_path / "new", f"launch.resume={old}", left_out)
+    assert found is not None and found.path == step(old, 6).resolve()
+    weights = ("titan.checkpoint.enable=true", f"+titan.checkpoint.initial_load_path={step(old, 6)}")
+    assert source(tmp_path / "new", *weights, left_out) is None
+    text = refusal(tmp_path / "new", *weights)
+    assert "titan.checkpoint.initial_load_path" in text and "posix.system" in text
+
+
+def test_a_pickle_changes_no_class(old: Path) -> None:
+    # what no pickler writes: the class itself, given attributes
+    changed = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}\x8c\x07changedK\x01stb."
+    (step(old, 6) / METADATA).write_bytes(changed)
+    with pytest.raises(Damaged, match="that is none"):
+        metadata_of(step(old, 6))
+    assert not hasattr(Metadata, "changed")
+
+
+def test_arrays_and_tensors_in_a_place_in_the_data_are_data() -> None:
+    numpy = pytest.importorskip("numpy")
+    generator = numpy.random.default_rng(0).bit_generator.state
+    state = {"random": generator, "order": numpy.arange(4), "tensor": torch.arange(3), "seen": {1}, "raw": b"\x80ab"}
+    state["itself"] = [state["seen"]]
+    read = trust.entry_of("dataloader.dp_rank_0", saved(pickle.dumps(state)))
+    assert isinstance(read, bytes) and repr(pickle.loads(read)) == repr(state)
+
+
+@pytest.mark.parametrize("file", [METADATA, SHARD, SEAL])
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(old: Path, tmp_path: Path, file: str) -> None:
+    (step(old, 6) / file).unlink()
+    os.mkfifo(step(old, 6) / file)
+    if file == SEAL:
+        assert not require_whole(step(old, 6), digests=True)
+    else:
+        assert f"{step(old, 6)} " in refusal(tmp_path / "new", f"launch.resume={step(old, 6)}")
+
+
 def test_a_file_outside_the_folder_is_not_read(old: Path, tmp_path: Path) -> None:
     metadata = metadata_of(step(old, 6))
     index, info = next(iter(metadata.storage_data.items()))
@@ -205,7 +284,7 @@ def test_real_checkpoints_are_safe_to_read(straight: Path) -> None:
 
 def test_what_is_named_is_loaded_or_refused(old: Path, straight: Path, tmp_path: Path) -> None:
     text = refusal(old, f"launch.resume={step(old, 2)}")
-    assert "has a later one, step-6" in text and f"launch.resume={step(old, 2)} hydra.run.dir=..." in text
+    assert "has a later one, step-6" in text and f"launch.resume={step(old, 2)} hydra.run.dir={old}-2" in text
     text = refusal(old, f"launch.resume={straight}")
     assert f"the run's folder has checkpoints of its own: {step(old, 6)}" in text
     text = refusal(old, "titan.checkpoint.enable=true", "+titan.checkpoint.load_step=5")
@@ -223,6 +302,104 @@ def test_a_restart_takes_its_own_newest_checkpoint(old: Path, straight: Path, tm
     assert own is not None and own.path == step(old, 6).resolve()
     none_yet = source(tmp_path / "new", f"launch.resume={step(straight, 2)}", is_restart=True)
     assert none_yet is not None and none_yet.path == step(straight, 2).resolve()
+
+
+def test_a_restart_passes_over_weights_and_takes_what_was_to_be_replaced(old: Path) -> None:
+    step(old, 4).rename(old / "checkpoint" / "replaced-4")  # killed between two renames: there is no step-4
+    weights = {"weight": torch.ones(2)}
+    shutil.rmtree(step(old, 6))
+    save(weights, checkpoint_id=step(old, 6), no_dist=True)
+    found = source(old, "titan.checkpoint.enable=true", is_restart=True)
+    assert found is not None and found.path == (old / "checkpoint" / "replaced-4").resolve()
+    assert found.note == "step-6 holds weights only" and found.line().startswith("step 4 of ")
+    with cpu_shims():
+        from cp_engine.integrations.torchtitan_saving import clear
+    clear(old / "checkpoint")
+    assert require_whole(step(old, 4), digests=True)
+
+
+def test_checkpoints_are_looked_for_where_torchtitan_saves_them(old: Path, tmp_path: Path) -> None:
+    os.truncate(step(old, 6) / SHARD, 1000)
+    own = ("titan.checkpoint.enable=true", f"+titan.job.dump_folder={old}", "titan.training.steps=6")
+    found = source(tmp_path / "new", *own)
+    assert found is not None and found.path == step(old, 4).resolve() and "step-6 has 1,000 of" in found.note
+    text = refusal(tmp_path / "new", *own, f"launch.resume={step(old, 2)}")
+    assert f"launch.resume={step(old, 2)} titan.job.dump_folder={old}-2" in text
+    steps = refusal(tmp_path / "new", *own[:2], "titan.training.steps=4")
+    assert "titan.training.steps  is 4, and " in steps  # before ranks start, also in a run's own folder
+
+
+def test_weights_are_loaded_beside_a_save_that_was_killed(straight: Path, tmp_path: Path, one_rank: None) -> None:
+    (tmp_path / "b" / "checkpoint" / "saving-2").mkdir(parents=True)
+    weights = (f"+titan.checkpoint.initial_load_path={step(straight, 6)}", "titan.training.seq_len=64")
+    job = ("cp=none", "model=llama3", "titan.checkpoint.enable=true", "titan.training.steps=1")
+    train.run(configured(tmp_path / "b", *job, *weights))
+    (first,) = losses(tmp_path / "b").values()
+    assert first == pytest.approx(losses(straight)[6], abs=1.0) and first < losses(straight)[1] - 1
+    train.run(configured(tmp_path / "b", *job, "titan.training.steps=2"))  # and goes on in its own folder
+    assert list(losses(tmp_path / "b")) == [1, 2]
+
+
+def test_ranks_that_are_started_again_after_the_last_step_are_done(
+    old: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    before = (old / "metrics.jsonl").read_text()
+    job = ("cp=none", "model=llama3", "titan.checkpoint.enable=true", "titan.training.seq_len=64")
+    train.run(configured(old, *job, "titan.training.steps=6"))
+    assert (old / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_begins_with_the_weights_of_its_seed(tmp_path: Path, one_rank: None) -> None:
+    job = ("cp=none", "model=llama3", "titan.checkpoint.enable=true", "++titan.checkpoint.last_save_model_only=true")
+    train.run(configured(tmp_path, *job, "+titan.checkpoint.create_seed_checkpoint=true"))
+    config = configured(tmp_path, *job, "titan.training.steps=1")
+    said = io.StringIO()
+    settings = dict(config["launch"])
+    elastic.resumed(config, settings, tmp_path, said)  # as a launcher does before it starts ranks
+    assert said.getvalue().startswith("resume   step 0 of ")
+    train.run({**config, "launch": settings})
+    assert list(losses(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_the_newest_are_kept_and_leftovers_are_not_counted(tmp_path: Path, one_rank: None, mode: str) -> None:
+    (tmp_path / "b" / "checkpoint" / "saving-9").mkdir(parents=True)
+    job = ("cp=none", "model=llama3", "titan.checkpoint.enable=true", "titan.training.steps=5")
+    keeping = ("++titan.checkpoint.interval=1", "+titan.checkpoint.keep_latest_k=2")
+    config = configured(tmp_path / "b", *job, *keeping, f"+titan.checkpoint.async_mode={mode}")
+    train.run(config)
+    kept = {path.name for path in (tmp_path / "b" / "checkpoint").iterdir()}
+    # the last save is none that torchtitan purges after; an asynchronous one is not yet there when it does
+    assert kept == {"step-3", "step-4", "step-5"} | ({"step-2"} if mode == "async" else set())
+    assert all(require_whole(tmp_path / "b" / "checkpoint" / name, digests=True) for name in kept)
+
+
+def saved_by_a_process(config: Config) -> None:
+    """One rank that saves as with pinned memory: by a process of its own, without the memory that a CPU does not have."""
+    with train.rank_process(config):
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torchtitan.components.checkpoint import AsyncMode
+
+        from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
+
+        class Saving(CompositionTrainer):
+            def train(self) -> None:
+                manager, mode = self.checkpointer, AsyncMode.ASYNC_WITH_PINNED_MEM
+                manager.stager = DefaultStager(StagingOptions(False, False, False, False))
+                states, place = manager._flattened_model_states_sd(), manager._create_checkpoint_id(4)
+                manager.dcp_save(states, checkpoint_id=place, async_mode=mode).result()
+
+        train.train_composition(config, Saving)
+
+
+@pytest.mark.long
+def test_a_save_by_a_process_of_its_own_is_sealed(tmp_path: Path) -> None:
+    job = ("cp=ulysses", "model=llama3", "titan.checkpoint.enable=true")
+    config = configured(tmp_path, *job, "+titan.checkpoint.async_mode=async_with_pinned_mem")
+    elastic.run_ranks(saved_by_a_process, config, tmp_path, ranks=2)
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"]
+    assert require_whole(step(tmp_path, 4), digests=True)
 
 
 @pytest.fixture(scope="module")

@@ -309,7 +309,8 @@ def test_a_run_stands_for_its_newest_step(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         newest = checkpoint(tmp_path / "checkpoint" / f"step-{step}", "train_state.step", "weight")
     for resume, name in ((tmp_path, "step-10"), (newest, newest.name)):
-        source = torchtitan_resume.source_of(configured(tmp_path / "new", f"launch.resume={resume}"), tmp_path / "new")
+        config = configured(tmp_path / "new", f"launch.resume={resume}", "titan.training.steps=20")
+        source = torchtitan_resume.source_of(config, tmp_path / "new")
         assert source is not None and source.path == (tmp_path / "checkpoint" / name).resolve()
         assert "no digests" in source.note
 

@@ -1,77 +1,27 @@
-"""The files of a checkpoint: whether they are whole, and that nothing in them runs code; nothing here imports torchtitan.
-
-torch's reader unpickles `.metadata`, and entries that are no tensors, with whatever classes they name. Here only what
-torch.distributed.checkpoint writes is known. Source: torch.distributed.checkpoint.filesystem and metadata.
-"""
+"""The files of a checkpoint: whether they are whole, and that nothing in them runs code; nothing here imports torchtitan."""
 
 import hashlib
-import io
 import os
-import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cp_engine.integrations import checkpoint_trust as trust
+from cp_engine.integrations.checkpoint_trust import Damaged
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA, SEAL = ".metadata", "SHA256SUMS"
 """What torch writes last, and what we write after it: a line for each file, as `sha256sum -c` reads it."""
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"(?:step|replaced)-(\d+)")
 SAVING, REPLACED = "saving-", "replaced-"
 """How the folder of a step is called until it is whole, and while a new one takes its place."""
-KNOWN: Mapping[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-            *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "torch": frozenset({"Size"}),
-    "pathlib": frozenset({"PosixPath", "PurePosixPath"}),
-    "pathlib._local": frozenset({"PosixPath", "PurePosixPath"}),  # Python 3.13
-    "collections": frozenset({"OrderedDict"}),
-}
-"""What `.metadata` may name, and dtypes of torch."""
-IN_STATES: Mapping[str, frozenset[str]] = {
-    "collections": frozenset({"OrderedDict"}),
-    "torch._utils": frozenset({"_rebuild_tensor_v2"}),
-    "torch.storage": frozenset({"_load_from_bytes"}),
-}
-"""What a data loader's state may name; torchtitan pickles it once more."""
 PIECE = 2**22
 THREADS = 8
-NAMED = re.compile(r"GLOBAL (\S+)")
-
-
-class Damaged(Exception):
-    """What is wrong with the files of a checkpoint."""
-
-
-class Unsafe(Exception):
-    """What a checkpoint holds that it has no need of, and that could run code."""
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Mapping[str, frozenset[str]]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._known = known
-
-    def find_class(self, module: str, name: str) -> object:
-        import torch
-
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if name not in self._known.get(module, ()):
-            raise Unsafe(f"{module}.{name}")
-        if name == "_load_from_bytes":  # it would unpickle with any class
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        return super().find_class(module, name)
 
 
 def metadata_of(folder: Path) -> "Metadata":
@@ -84,21 +34,12 @@ def metadata_of(folder: Path) -> "Metadata":
         Damaged: it is not there, or is none.
         Unsafe: it names something else than the classes of a checkpoint.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    try:
-        found = _Reader((folder / METADATA).read_bytes(), KNOWN).load()
-    except FileNotFoundError:
+    path = folder / METADATA
+    if not path.is_file():  # nor is a pipe, on which a reader would wait
         is_other = (folder / "model.safetensors.index.json").is_file()
         why = "it holds weights alone, as safetensors" if is_other else "its save was not finished"
-        raise Damaged(f"has no {METADATA}: {why}") from None
-    except Unsafe as error:
-        raise Unsafe(f"its {METADATA} names {error}, of which a checkpoint has no need") from None
-    except Exception as error:  # junk can be anything to pickle
-        raise Damaged(f"has a {METADATA} that is none ({type(error).__name__})") from None
-    if not isinstance(found, Metadata):
-        raise Damaged(f"has a {METADATA} that is none (it is a {type(found).__name__})")
-    return found
+        raise Damaged(f"has no {METADATA}: {why}")
+    return trust.metadata_of(path.read_bytes())
 
 
 def require_whole(folder: Path, *, digests: bool) -> bool:
@@ -119,8 +60,6 @@ def require_whole(folder: Path, *, digests: bool) -> bool:
     for info in metadata_of(folder).storage_data.values():
         needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
     for name, size in sorted(needed.items()):
-        if Path(name).name != name:
-            raise Unsafe(f"its {METADATA} names the file {name}, outside its folder")
         found = _size(folder / name)
         if found < size:
             raise Damaged(f"lacks {name}" if found < 0 else f"has {found:,} of {size:,} bytes of {name}")
@@ -137,43 +76,27 @@ def require_whole(folder: Path, *, digests: bool) -> bool:
     return True
 
 
-def require_safe(folder: Path) -> None:
+def require_safe(folder: Path, is_read: Callable[[str], bool] = lambda name: True) -> None:
     """Refuses a checkpoint whose entries would run code when a rank reads them.
 
     Args:
         folder: of one step, whose files are whole.
+        is_read: of the name of an entry, whether a rank reads it.
 
     Raises:
         Damaged: an entry cannot be read.
         Unsafe: with what it names.
     """
-    import torch
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     metadata = metadata_of(folder)
     kinds = metadata.state_dict_metadata
     for index, info in metadata.storage_data.items():
-        if not isinstance(kinds.get(index.fqn), BytesStorageMetadata):
-            continue  # a tensor, which torch reads with weights_only
+        if not isinstance(kinds.get(index.fqn), BytesStorageMetadata) or not is_read(index.fqn):
+            continue  # a tensor, which torch reads with weights_only, or nothing to anyone
         with (folder / info.relative_path).open("rb") as file:
             file.seek(info.offset)
-            data = file.read(info.length)
-        try:
-            if getattr(info, "transform_descriptors", None):
-                raise Damaged(f"holds {index.fqn} in a form that cannot be looked into")
-            for nested in _bytes_in(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)):
-                _Reader(nested, IN_STATES).load()
-        except Unsafe as error:
-            raise Unsafe(f"{index.fqn} names {error}, of which it has no need") from None
-        except pickle.UnpicklingError as error:
-            named = NAMED.search(str(error))
-            if named is None:
-                raise Damaged(f"holds {index.fqn} in a form that torch.save does not write") from None
-            raise Unsafe(f"{index.fqn} names {named[1]}, of which it has no need") from None
-        except (RuntimeError, EOFError, ValueError, AttributeError, KeyError, IndexError) as error:
-            raise Damaged(
-                f"holds {index.fqn} in a form that torch.save does not write ({type(error).__name__})"
-            ) from None
+            trust.entry_of(index.fqn, file.read(info.length))
 
 
 def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
@@ -181,15 +104,15 @@ def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
 
     Args:
         folder: with everything else in place.
-        known: digests that were made already, by name.
+        known: digests that were made already, by name; the files that a listing has are as old as the listing.
     """
-    known = known or {}
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != SEAL)
-    lines = [f"{known.get(name) or _sum_of(folder / name)}  {name}\n" for name in names]
+    known, found = known or {}, (str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    lines = [f"{known.get(n) or _sum_of(folder / n)}  {n}\n" for n in sorted({*found, *known}) if n != SEAL]
     with (folder / SEAL).open("w", encoding="utf-8") as file:
         file.writelines(lines)
         file.flush()
         os.fsync(file.fileno())
+    _sync(folder)
 
 
 def put(aside: Path, folder: Path) -> None:
@@ -199,23 +122,34 @@ def put(aside: Path, folder: Path) -> None:
         aside: where it was written.
         folder: its name, `step-N`.
     """
+    replaced = folder.with_name(f"{REPLACED}{step_of(folder)}")
     if folder.exists():
-        replaced = folder.with_name(REPLACED + folder.name.rpartition("-")[2])
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
-        aside.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        aside.rename(folder)
+    aside.rename(folder)  # an end before this line leaves the one before under its other name, and no `step-N`
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Makes the names in a folder last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whole or not.
+    """The checkpoints of a run, oldest first, whole or not; one that was to be replaced counts where no other took its place.
 
     Args:
         folder: that holds them.
     """
-    return sorted((p for p in folder.glob("step-*") if step_of(p) >= 0 and p.is_dir()), key=step_of)
+    found = [p for p in folder.glob("*-*") if step_of(p) >= 0 and p.is_dir()]
+    there = {p.name for p in found}
+    kept = (p for p in found if not p.name.startswith(REPLACED) or f"step-{step_of(p)}" not in there)
+    return sorted(kept, key=step_of)
 
 
 def step_of(folder: Path) -> int:
@@ -247,13 +181,3 @@ def _sums(folder: Path) -> dict[str, str]:
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else -1
-
-
-def _bytes_in(value: object) -> Iterator[bytes]:
-    """What torchtitan or a data set pickled once more."""
-    if isinstance(value, bytes) and value[:1] == b"\x80":
-        yield value
-    for item in (
-        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    ):
-        yield from _bytes_in(item)

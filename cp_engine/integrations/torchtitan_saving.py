@@ -4,27 +4,38 @@ A save goes into a folder of another name, which becomes `step-N` when all ranks
 Importing this imports torchtitan, on CPU inside `cpu_shims`.
 """
 
+import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from cp_engine.integrations.checkpoint_files import REPLACED, SAVING, put, seal, sum_of
+from cp_engine.integrations.checkpoint_files import REPLACED, SAVING, metadata_of, put, seal, step_of, sum_of
+from cp_engine.integrations.checkpoint_trust import Damaged, entry_of
 
 SUM = ".sha256"
 """What each rank writes beside each of its files; one file of all of them takes their place."""
+
+OF_NPU = {
+    "_npu_checkpoint_sync_files": ("sync_files", True),
+    "_npu_checkpoint_drop_page_cache_after_save": ("_npu_drop_page_cache_after_save", False),
+}
+"""What torchtitan-npu's manager says to its writers, by what those call it: `checkpoint.sync_files` and `drop_page_cache_after_save`.
+Source: torchtitan_npu/patches/torch/checkpoint.py, 0.2.2.post2."""
 
 
 class WholeWriter(FileSystemWriter):
@@ -56,8 +67,10 @@ class WholeWriter(FileSystemWriter):
         """The coordinator's, after all ranks wrote."""
         super().finish(metadata, results)
         sums = {}
-        for file in self.aside.glob(f"*{SUM}"):
-            sums[file.name.removesuffix(SUM)] = file.read_text()
+        # by name: what other machines wrote may be missing from a listing, which shared storage keeps for a while
+        for name in {result.storage_data.relative_path for of_rank in results for result in of_rank}:
+            file = self.aside / f"{name}{SUM}"
+            sums[name] = file.read_text()
             file.unlink()
         seal(self.aside, sums)
         put(self.aside, self.folder)
@@ -69,16 +82,18 @@ def aside_of(folder: Path) -> Path:
 
 
 def clear(folder: Path, but: Path | None = None) -> None:
-    """Removes what saves that were cut short left in a run's folder of checkpoints.
+    """Removes what saves that were cut short left in a run's folder of checkpoints, and puts back what one was to replace.
 
     Args:
         folder: that holds the checkpoints.
         but: what is being written.
     """
-    for kind in (SAVING, REPLACED):
-        for left in folder.glob(f"{kind}*"):
-            if left != but:
-                shutil.rmtree(left, ignore_errors=True)
+    for left in (*folder.glob(f"{SAVING}*"), *folder.glob(f"{REPLACED}*")):
+        step = left.with_name(f"step-{step_of(left)}")
+        if left.name.startswith(REPLACED) and not step.exists():
+            left.rename(step)
+        elif left != but:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def made_whole(manager: CheckpointManager, named: Path | None) -> None:
@@ -116,6 +131,8 @@ def _save(
         dist.barrier()
         return None
     writer = WholeWriter(folder)
+    for option, (name, default) in OF_NPU.items():
+        setattr(writer, name, getattr(manager, option, default))
     result: Future[object] | AsyncSaveResponse | None = None
     if async_mode == AsyncMode.DISABLED:
         dcp.save(state_dict, storage_writer=writer)
@@ -134,14 +151,65 @@ def _save(
     return result
 
 
-@torch.no_grad()
 def _load(
-    manager: CheckpointManager, loaded_by_torchtitan: Callable[..., object], named: Path | None, step: int = -1
+    manager: CheckpointManager, loaded_by_torchtitan: Callable[[], object], named: Path | None, step: int = -1
 ) -> bool:
-    """As `CheckpointManager.load`, of what was named."""
-    if named is None:
-        return bool(loaded_by_torchtitan(step))
-    states = manager._states_to_load(model_only=False)
-    manager.dcp_load(states, checkpoint_id=str(named), from_hf=False, from_quantized=False)
-    GarbageCollection.collect("GC collection for checkpoint loading.")
-    return True
+    """As `CheckpointManager.load`, of what was named, else of the weights to begin with, whatever lies in the manager's folder."""
+    if named is not None:
+        manager.initial_load_path, manager.initial_load_model_only = str(named), step_of(named) == 0
+        manager.initial_load_in_hf = manager.initial_load_in_hf_quantized = False
+    folder = manager.folder
+    manager.folder = str(
+        Path(folder, "nothing-to-load")
+    )  # torchtitan prefers what is there, and be it a save that was cut
+    try:
+        with _as_data():
+            return bool(loaded_by_torchtitan())
+    finally:
+        manager.folder = folder
+
+
+@contextmanager
+def _as_data() -> Iterator[None]:
+    """torch reads its checkpoints as data alone; other formats as they are."""
+    load = dcp.load
+
+    def load_data(state_dict: dict[str, object], *, checkpoint_id: str = "", storage_reader: object = None) -> None:
+        if storage_reader is not None:
+            load(state_dict, storage_reader=storage_reader)
+        else:
+            load(state_dict, storage_reader=DataReader(checkpoint_id), planner=DataPlanner())
+
+    dcp.load = load_data
+    try:
+        yield
+    finally:
+        dcp.load = load
+
+
+class DataReader(FileSystemReader):
+    """Reads a checkpoint whose `.metadata` may name only what torch writes there."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """What the checkpoint holds.
+
+        Raises:
+            Damaged: it is not there, or is none.
+            Unsafe: it names something else than the classes of a checkpoint.
+        """
+        if kwargs.get("rank") is not None:
+            raise Damaged("has no metadata of its ranks, which torchtitan does not write")
+        metadata = metadata_of(Path(self.path))
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class DataPlanner(DefaultLoadPlanner):
+    """Loads entries that are no tensors as data alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """torch unpickles whatever it gets: that is written anew, of what was read safely."""
+        written = io.BytesIO()
+        torch.save(entry_of(read_item.dest_index.fqn, value.getvalue()), written)
+        written.seek(0)
+        super().load_bytes(read_item, written)
