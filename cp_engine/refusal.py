@@ -100,7 +100,7 @@ def problem_of(refusal: Refusal) -> Problem:
         return _no_group(refusal, match.group(1))
     if refusal.sign.startswith("+") and text.startswith("Multiple values for"):
         return Problem(key=key, what="has a value already; + would add a second", tries=refusal.assigned([key]))
-    if match := MEANT.search(text):
+    if refusal.key and (match := MEANT.search(text)):
         return _misnamed(refusal, match.group(1).split(", "))
     if refusal.composed is None or not KEY.search(text):
         return Problem(key=key or "configuration", what=refusal.text)

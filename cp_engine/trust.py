@@ -1,5 +1,6 @@
 """Trust: code runs that the user typed or trusts; what a file from elsewhere names is not imported for that alone."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -86,7 +87,7 @@ def _place(module: str) -> str:
     """Where a module would be imported from; nothing is imported for it."""
     top = module.partition(".")[0]
     for here in (Path(f"{top}.py"), Path(top)):
-        if top and here.exists():
+        if top and os.path.exists(here):
             return f"{here.absolute()}, in the folder of this command"
     try:
         spec = find_spec(top) if top.isidentifier() else None

@@ -1,5 +1,6 @@
 """`launch.resume`: which checkpoint it means, and whether the job can continue from it; nothing here imports torchtitan."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -129,10 +130,10 @@ def checkpoint_of(resume: str, folder: str) -> Path:
     found = (
         [base]
         if _is_checkpoint(base)
-        else sorted((step for step in (base / folder).glob("step-*") if _is_checkpoint(step)), key=_step)
+        else sorted((step for step in _inside(base / folder) if _is_checkpoint(step)), key=_step)
     )
     if not found:
-        what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
+        what = f"no checkpoint in {base / folder}" if os.path.isdir(base) else f"there is no folder {base}"
         rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
         raise ConfigError([Problem(key="launch.resume", what=what, details=(("rule", rule),))])
     full = [step for step in found if _holds_training_state(step)]
@@ -147,8 +148,12 @@ def checkpoint_of(resume: str, folder: str) -> Path:
     return found[-1].resolve()
 
 
+def _inside(folder: Path) -> list[Path]:
+    return list(folder.glob("step-*")) if os.path.isdir(folder) else []
+
+
 def _is_checkpoint(folder: Path) -> bool:
-    return _step(folder) >= 0 and (folder / ".metadata").is_file()
+    return _step(folder) >= 0 and os.path.isfile(folder / ".metadata")
 
 
 def _step(folder: Path) -> int:
