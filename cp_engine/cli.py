@@ -169,7 +169,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except RecursionError as error:
             if started:
                 raise
-            raise ConfigError([user_folder.circle(folders)], SOURCE) from error
+            raise (user_folder.circle(folders) or _hydra_error(error, given)) from error
     if unread:
         raise unread[0]
     if failed and toml_argument.SWEEPS & set(arguments):

@@ -35,6 +35,8 @@ def parsed(arguments: Sequence[str]) -> tuple[Namespace, list[Problem]]:
         raise ConfigError([Problem(key="options", what=message, tries=("--help",))], SOURCE)
 
     parser.error = refuse  # type: ignore[method-assign]  # it would print its usage and exit
+    if arguments and arguments[-1] in VALUED:
+        refuse(f"argument {arguments[-1]}: expected one argument")
     found, unknown = parser.parse_known_args(together(arguments))
     known = [name for action in parser._actions for name in action.option_strings]
     return found, [_no_option(word, known) for word in unknown if word.startswith("-")]

@@ -189,7 +189,7 @@ def _unknown(refusal: Refusal, composed: DictConfig) -> Problem:
     key, value = refusal.key, refusal.value
     of_hydra = key.startswith(hydra_keys.OF_HYDRA)
     choices = [name for name in refusal.choices if name.startswith("hydra/") == of_hydra]
-    relocated = [name for name in choices if name.partition("@")[2] == key.replace("/", ".")]
+    relocated = [name for name in choices if key and name.partition("@")[2] == key.replace("/", ".")]
     if relocated:
         return Problem(key=key, what="is not the name of this choice", tries=refusal.assigned(relocated))
     if key.startswith("hydra.") and hydra_keys.is_free(composed.hydra, key):

@@ -38,7 +38,7 @@ EXECUTED = ("callbacks", "job_logging", "hydra_logging", "launcher", "sweeper", 
 """Keys of Hydra's that name what runs: classes, commands, further overrides, and the environment that every rank is started in."""
 UNCOMPOSED = (
     *(HydraException, OmegaConfBaseException, OSError, ValueError),
-    *(KeyError, TypeError, AttributeError, AssertionError),
+    *(KeyError, TypeError, AttributeError, AssertionError, RecursionError),
 )
 """What Hydra raises where it cannot compose, its own errors and others that it does not foresee."""
 MOST_FILES = 1000
@@ -146,7 +146,7 @@ def _parts(name: str, overrides: Sequence[str], folder: str | None) -> dict[str,
             composed = hydra_compose(name, list(overrides), return_hydra_config=True)
         require_bounded(OmegaConf.to_container(composed, resolve=False))  # before Hydra resolves its own
         nodes = {key: OmegaConf.select(composed.hydra, key) for key in EXECUTED}
-    except (*UNCOMPOSED, RecursionError):
+    except UNCOMPOSED:
         return {}
     return {k: OmegaConf.to_container(n) if isinstance(n, DictConfig) else n for k, n in nodes.items()}
 
@@ -187,12 +187,14 @@ def composing(folder: str | Path | None = None) -> Iterator[None]:
         GlobalHydra.instance().hydra = host
 
 
-def circle(folders: Sequence[Path]) -> Problem:
-    """The problem of files whose `defaults` lead back to themselves, or lead on too far."""
+def circle(folders: Sequence[Path]) -> ConfigError | None:
+    """The error of files whose `defaults` lead back to themselves; None where none do."""
     names = next((names for folder in folders if (names := _circle(folder))), [])
-    what = f"name each other in a circle: {' -> '.join(names)}" if names else "are nested without end"
+    if not names:
+        return None
+    what = f"its defaults name each other in a circle: {' -> '.join(names)}"
     rule = ("rule", "a file starts from files that do not start from it")
-    return Problem(key=f"{names[0]}.yaml" if names else "defaults", what=f"its defaults {what}", details=(rule,))
+    return ConfigError([Problem(key=f"{names[0]}.yaml", what=what, details=(rule,))], SOURCE)
 
 
 def _circle(folder: Path) -> list[str]:
