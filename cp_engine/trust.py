@@ -15,7 +15,7 @@ IMPORT = "titan.experimental.custom_import"
 NAMING = (CONFIG_MODULE, IMPORT)
 """Keys whose value torchtitan imports; converters, models, data sets and optimizers of others are registered by these."""
 RULE = ("rule", "what a file names is imported and run only when you type it, or that you trust it")
-ON = re.compile(rf"\+{{0,2}}{re.escape(TRUST)}=(true|on|yes|1)", re.IGNORECASE)
+ON = re.compile(rf"\+{{0,2}}{re.escape(TRUST)}=true", re.IGNORECASE)
 
 
 def is_typed(key: str, typed: Sequence[str]) -> bool:

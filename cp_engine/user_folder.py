@@ -51,7 +51,8 @@ class _Bounded(FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path, self._normalize_file_name(config_path))
         try:
-            require_bounded_yaml(text_of(path))
+            if Path(self.path) != conf_dir():
+                require_bounded_yaml(text_of(path))
             result = super().load_config(config_path)
             if OmegaConf.select(result.config, "hydra.searchpath") is not None:  # a package is imported to be searched
                 raise Reason("sets hydra.searchpath, which is typed: hydra.searchpath=[...]")

@@ -70,6 +70,11 @@ CASES: dict[str, tuple[Mapping[str, Make], tuple[str, ...], str]] = {  # what is
         SHARED,
         UNTRUSTED,
     ),
+    "YAML configures beside a mistake": (
+        shared("titan: {job: {custom_config_module: evil}}\ntranslate: {trust_modules: true}"),
+        (*SHARED, "titan.training.stepz=1"),
+        "titan.training.steps=1",
+    ),
     "callback": (shared(CALLBACK), (*SHARED, EXPLAIN), "hydra.callbacks  is set by a file"),
     "callback in a sweep": (
         {**shared(CALLBACK), "my/experiment/y.yaml": ""},
