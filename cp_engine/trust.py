@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
 
 from cp_engine.errors import Problem
 from cp_engine.integrations.toml_rules import shipped_rules
@@ -21,6 +24,17 @@ ON = re.compile(rf"\+{{0,2}}{re.escape(TRUST)}=true", re.IGNORECASE)
 def is_typed(key: str, typed: Sequence[str]) -> bool:
     """Whether an override of the command line sets a key."""
     return any(override.partition("=")[0].lstrip("+") == key for override in typed)
+
+
+def typed_in(hydra: object) -> list[str]:
+    """The overrides of a job's command line, with their references as they were typed.
+
+    Args:
+        hydra: the job's `hydra` node.
+    """
+    task = OmegaConf.to_container(OmegaConf.select(cast(DictConfig, hydra), "overrides.task"), resolve=False)
+    assert isinstance(task, list)
+    return [str(override) for override in task]
 
 
 def trusts(typed: Sequence[str]) -> bool:

@@ -205,6 +205,11 @@ CASES: dict[str, tuple[Mapping[str, Make], tuple[str, ...], str]] = {  # what is
     ),
     "references to sections": (shared(NESTED), (*SHARED, EXPLAIN), "becomes more than 1,048,576 letters"),
     "a circle of references": (shared("a: ${b}\nb: ${a}"), (*SHARED, EXPLAIN), "Recursive interpolation"),
+    "a reference to nothing, typed": (
+        {},
+        (EXPLAIN, "shape.sequence=${nope}"),
+        "shape.sequence  Interpolation key 'nope'",
+    ),
     "a long override": (
         {},
         (EXPLAIN, f"mask.starts=[{','.join(map(str, range(5000)))}]"),
