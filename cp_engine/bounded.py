@@ -11,8 +11,8 @@ from cp_engine.errors import ConfigError, Problem, Reason
 
 MOST_BYTES = 2**18
 """Of a configuration file; the largest that torchtitan or this project ships has 4 and 24 KiB."""
-MOST_VALUES = 5000
-"""In one file, with every alias of YAML written out."""
+MOST_VALUES = 10_000
+"""Keys and values in one file, with every alias of YAML written out."""
 MOST_DEPTH = 64
 """Mappings and lists inside each other."""
 
@@ -126,7 +126,7 @@ def require_bounded(tree: object) -> None:
     values, left = 0, [(tree, 1)]
     while left:
         node, depth = left.pop()
-        values += 1
+        values += 1 + (len(node) if isinstance(node, Mapping) else 0)
         _require(values, depth)
         children = node.values() if isinstance(node, Mapping) else node if isinstance(node, list | tuple) else ()
         left += [(child, depth + 1) for child in children]
@@ -134,7 +134,7 @@ def require_bounded(tree: object) -> None:
 
 def _require(values: int, depth: int) -> None:
     if values > MOST_VALUES:
-        raise Reason(f"has more than {MOST_VALUES:,} values, the most that a configuration has")
+        raise Reason(f"has more than {MOST_VALUES:,} keys and values, the most that a configuration has")
     if depth > MOST_DEPTH:
         raise Reason(
             f"has more than {MOST_DEPTH} mappings or lists inside each other, the most that a configuration has"

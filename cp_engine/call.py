@@ -221,7 +221,11 @@ class ArgumentReader:
 
 def of_scale(value: object) -> Problem:
     """The problem of a factor on the scores with which kernels return NaN, or the order of the scores turns round."""
-    tries = ("scale=None", "q * -1") if isinstance(value, float | int) and value < 0 else ("scale=None",)
+    tries = (
+        (f"call(-q, k, v, scale={-value})", "scale=None")
+        if isinstance(value, float | int) and value < 0
+        else ("scale=None",)
+    )
     return Problem(key="call.scale", what=f"must be a finite number above 0, not {short(value)}", tries=tries)
 
 

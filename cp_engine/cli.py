@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from errno import ENAMETOOLONG
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,12 +125,13 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
 
     from cp_engine import toml_argument, user_folder
     from cp_engine.modes import run_job
-    from cp_engine.options import SOURCE, parsed
+    from cp_engine.options import SOURCE, main_problems, parsed, require_few_jobs
     from cp_engine.shipped import conf_dir
 
     options, wrong = parsed(arguments)
-    folder = None if options.config_dir is None else Path(options.config_dir)
-    if problems := list(user_folder.shadows(folder)) if folder is not None else []:
+    require_few_jobs(options.overrides)
+    folders = user_folder.folders(options)
+    if problems := [*main_problems(options), *(p for folder in folders for p in user_folder.shadows(folder))]:
         raise ConfigError(problems, SOURCE)
     translation = toml_argument.translation_of(arguments, options.config_dir)
     if wrong:
@@ -163,15 +165,15 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         _root_logging(),
     ):
         try:
-            user_folder.require_nothing_executed(
-                parsed(given)[0].overrides, folder, is_sweep=bool(toml_argument.SWEEPS & set(arguments))
-            )
+            user_folder.require_nothing_executed(parsed(given)[0], is_sweep=bool(toml_argument.SWEEPS & set(arguments)))
             hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(task)()
         except (HydraException, OmegaConfBaseException) as error:
             raise _hydra_error(error, given) from error
         except OSError as error:
             if started or isinstance(error, BrokenPipeError):
                 raise
+            if error.errno == ENAMETOOLONG and any(len(a) > 255 for a in given if not a.startswith("hydra.")):
+                raise _hydra_error(error, given) from error
             what = f"the run's folder cannot be made: {error.strerror}{f': {error.filename}' if error.filename else ''}"
             raise ConfigError([Problem(key="hydra.run.dir", what=what, tries=("hydra.run.dir=...",))]) from error
         except yaml.YAMLError as error:
@@ -179,7 +181,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except (ValueError, KeyError) as error:  # Hydra's own, which it does not call its errors
             if started:
                 raise
-            raise _unstarted(error, arguments) from error
+            raise (_unstarted(error, arguments) or _hydra_error(error, given)) from error
         except (TypeError, AttributeError, AssertionError) as error:  # likewise
             if started:
                 raise
@@ -187,7 +189,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         except RecursionError as error:
             if started:
                 raise
-            raise ConfigError([user_folder.circle(folder)], SOURCE) from error
+            raise (user_folder.circle(folders) or _hydra_error(error, given)) from error
     if toml_argument.SWEEPS & set(arguments):
         _remove_unused_sweep(started, Path.cwd())
     if unread:
@@ -197,7 +199,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     return 1 if failed else 0
 
 
-def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> ConfigError:
+def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> ConfigError | None:
     """What keeps Hydra from starting a job: options that exclude each other, a group without an option, a setting of its own."""
     text = " ".join(str(error).split())
     if text.startswith("Config group override"):
@@ -211,6 +213,8 @@ def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> Config
         return ConfigError([Problem(key="options", what=text)])
     if isinstance(error, KeyError):
         return ConfigError([Problem(key="hydra.job.env_copy", what=f"{text} is not in the environment")])
+    if "onfigure" not in text:  # the word of the logging module, in all that it refuses
+        return None
     cause = f": {error.__cause__}" if error.__cause__ else ""
     return ConfigError([Problem(key="hydra.job_logging", what=f"{text}{cause}", tries=("hydra/job_logging=default",))])
 

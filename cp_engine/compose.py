@@ -1,5 +1,6 @@
 """Compose: the configuration of a preset, by Hydra, from inside any program."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
         ConfigError: no such preset, or an override that does not apply.
     """
     problems = [_not_of_cp(o) for o in overrides if not OF_CP.match(o)]
-    if config_dir is not None and not Path(config_dir).is_dir():
+    if config_dir is not None and not os.path.isdir(config_dir):
         problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
     elif preset not in presets(config_dir):
         problems.append(_no_preset(preset, config_dir))
@@ -41,10 +42,9 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
         problems += shadows(Path(config_dir)) if config_dir is not None else []
     if problems:
         raise ConfigError(problems, f"cp={preset}")
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir is not None else []
     try:
-        with composing():
-            node = hydra_compose("config", [f"cp={preset}", *search, *overrides])
+        with composing(config_dir):
+            node = hydra_compose("config", [f"cp={preset}", *overrides])
             composed = plain(node)["cp"]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([Problem(key="overrides", what=" ".join(str(error).split()))], f"cp={preset}") from error

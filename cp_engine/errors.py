@@ -63,10 +63,16 @@ def numbered(problems: Sequence[Problem]) -> list[str]:
     """The lines of several problems, below a line that says what they are problems of; of very many the first."""
     lines = []
     for i, problem in enumerate(problems[:SHOWN], 1):
-        lines.append(f"  {i}. {problem.key}  {problem.what}")
+        key = problem.key.replace("\n", "\\n")
+        lines.append(f"  {i}. {key}  {problem.what}")
         lines += [f"     {line}" for line in problem.lines()]
     lines += [f"  and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
     return [printable(line) for line in lines]
+
+
+def letters(name: str) -> tuple[tuple[str, str], ...]:
+    """A detail that tells letters apart which look alike, of a name that has such."""
+    return (("letters", ascii(name)),) if not name.isascii() else ()
 
 
 def printable(text: str) -> str:

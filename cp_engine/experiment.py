@@ -7,6 +7,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import yaml
 from omegaconf import OmegaConf
@@ -162,7 +163,7 @@ def out_problems(out: str | None, *, to: str, is_forced: bool) -> Iterator[Probl
     if out is None or suffix is None:
         return
     path = Path(out)
-    if not path.name or path.is_dir():
+    if not path.name or os.path.isdir(path):
         yield Problem(key="out", what=f"{out!r} is not the name of a file")
     elif path.suffix != suffix:
         yield Problem(key="out", what=f"{out!r} does not end in {suffix}", tries=(f"out={path.with_suffix(suffix)}",))
@@ -173,7 +174,7 @@ def out_problems(out: str | None, *, to: str, is_forced: bool) -> Iterator[Probl
         yield Problem(
             key="out", what=f"{path.stem!r} cannot be the name of an experiment", details=(rule,), tries=tries
         )
-    elif path.exists() and not is_forced:
+    elif os.path.exists(path) and not is_forced:
         yield Problem(key="out", what=f"{out} is there already", tries=("translate.force=true", "out=..."))
 
 
@@ -187,15 +188,19 @@ def write(content: str, out: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = Path(out).resolve()  # a link stays one
+    part: IO[str] | None = None
     try:
+        path = Path(out).resolve()  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".part", delete=False) as part:
             part.write(content)
         os.chmod(part.name, 0o666 & ~_umask())
         os.replace(part.name, path)
-    except OSError as error:
-        raise ConfigError([Problem(key="out", what=f"{out} cannot be written: {error.strerror}")]) from error
+    except (OSError, ValueError, RuntimeError) as error:  # such as a NUL byte, or links in a circle
+        if part is not None:
+            Path(part.name).unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([Problem(key="out", what=f"{out} cannot be written: {reason}")]) from error
 
 
 def _umask() -> int:

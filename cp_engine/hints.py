@@ -18,6 +18,7 @@ from cp_engine.keys import key_problems
 from cp_engine.refusal import KEY, Refusal, problem_of
 from cp_engine.schema import read
 from cp_engine.toml_argument import is_open
+from cp_engine.trust import settled, typed_in
 from cp_engine.user_folder import UNCOMPOSED
 
 
@@ -127,6 +128,7 @@ def _of_the_rest(composed: DictConfig) -> Iterator[Problem]:
     yield from hydra_keys.problems(composed.hydra)
     try:
         config = plain(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        config = settled(config, typed_in(composed.hydra))
         yield from key_problems(config)
         cp = config.get("cp")
         read(cp if isinstance(cp, Mapping) else {}, None)

@@ -1,5 +1,6 @@
 """Hydra's own configuration, `hydra.*`: what it would take behind a `+`, and then never look at."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def problems(hydra: DictConfig) -> Iterator[Problem]:
         if (
             source.provider.startswith("hydra.searchpath")
             and source.schema == "file"
-            and not Path(source.path).is_dir()
+            and not os.path.isdir(source.path)
         ):
             yield Problem(key="hydra.searchpath", what=f"there is no folder {source.path}, from {Path.cwd()}")
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from cp_engine.errors import SHOWN, Problem, suggest
+from cp_engine.errors import SHOWN, Problem, letters, suggest
 
 TABLES = Path(__file__).parent / "integrations"
 MODES = ("train", "explain", "verify", "translate")
@@ -240,7 +240,7 @@ def unknown_key(key: str, known: Iterable[str], value: str = "...", elsewhere: t
     depth, siblings = _met(parts, known, elsewhere)
     allowed = ", ".join(siblings) if len(siblings) <= 25 else f"{len(siblings)} keys; python launch.py --help"
     tries = tuple(f"{name}={value}" for name in near_keys(key, known, elsewhere))
-    details = (("allowed", allowed), *((("letters", ascii(key)),) if not key.isascii() else ()))  # some look alike
+    details = (("allowed", allowed), *letters(key))
     return Problem(key=".".join(parts[: depth + 1]), what="unknown key", details=details, tries=tries)
 
 

@@ -17,7 +17,7 @@ from cp_engine.devices import operators_of, resolve
 from cp_engine.errors import ConfigError, CPError, Problem
 from cp_engine.keys import lookup
 from cp_engine.paths import from_where_typed
-from cp_engine.trust import settled
+from cp_engine.trust import settled, typed_in
 
 if TYPE_CHECKING:
     from hydra.conf import HydraConf
@@ -49,7 +49,7 @@ def run_job(
         RankFailure: a rank ended the run.
     """
     output_dir, wrong = Path(hydra.runtime.output_dir), list(hydra_keys.problems(cast(DictConfig, hydra)))
-    typed = list(hydra.overrides.task)
+    typed = typed_in(hydra)
     config = settled(from_where_typed(plain(composed), Path(hydra.runtime.cwd)), typed)
     if config.get("toml") is not None and translation is None:
         what, rule = (

@@ -1,16 +1,23 @@
 """Options of the command line, those with dashes: Hydra's own, read before it runs."""
 
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from cp_engine.errors import ConfigError, Problem, suggest
 
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options that take a value."""
 SOURCE = "the command line"
+MOST_LETTERS = 2**13
+"""Of one override: Hydra takes seconds to read a longer one."""
+MOST_JOBS = 1000
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Namespace, list[Problem]]:
@@ -28,9 +35,51 @@ def parsed(arguments: Sequence[str]) -> tuple[Namespace, list[Problem]]:
         raise ConfigError([Problem(key="options", what=message, tries=("--help",))], SOURCE)
 
     parser.error = refuse  # type: ignore[method-assign]  # it would print its usage and exit
+    if arguments and arguments[-1] in VALUED:
+        refuse(f"argument {arguments[-1]}: expected one argument")
     found, unknown = parser.parse_known_args(together(arguments))
     known = [name for action in parser._actions for name in action.option_strings]
     return found, [_no_option(word, known) for word in unknown if word.startswith("-")]
+
+
+def main_problems(options: Namespace) -> Iterator[Problem]:
+    """What takes the place of the configuration that ships, whose groups all others need."""
+    path = options.config_path
+    if path is not None and ("://" in path or os.path.isdir(path)):
+        rule = ("rule", "the primary configuration is cp-engine's; yours are files of its groups")
+        what = f"names {path}, which would take the place of all that ships"
+        yield Problem(key="--config-path", what=what, details=(rule,), tries=(f"--config-dir {path}",))
+
+
+def require_few_jobs(overrides: Sequence[str]) -> None:
+    """Refuses values that take for ever to read, and sweeps of more jobs than anybody waits for.
+
+    Args:
+        overrides: as typed.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    long = [o.partition("=")[0] for o in overrides if len(o) > MOST_LETTERS]
+    if long:
+        what = f"has more than {MOST_LETTERS:,} letters; a file of a configuration folder takes more: --config-dir my"
+        raise ConfigError([Problem(key=key, what=what) for key in long], SOURCE)
+    jobs = 1
+    for override in overrides:
+        if any(mark in override for mark in (",", "range(")) and (count := _choices(override)) > 0:
+            jobs *= count
+            if jobs > MOST_JOBS:
+                what = f"makes more than {MOST_JOBS:,} jobs of this sweep"
+                raise ConfigError([Problem(key=override.partition("=")[0], what=what)], SOURCE)
+
+
+def _choices(override: str) -> int:
+    """How many values an override sweeps over; 0 where it does not, or cannot be read."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        return sum(1 for _ in islice(parsed.sweep_iterator(), MOST_JOBS + 1)) if parsed.is_sweep_override() else 0
+    except (HydraException, ValueError, TypeError, RecursionError):
+        return 0
 
 
 def together(arguments: Sequence[str]) -> list[str]:

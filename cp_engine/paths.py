@@ -1,5 +1,6 @@
 """Paths of a configuration: a relative one is relative to where the command was typed, wherever the job then runs."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def from_where_typed(config: Mapping[str, object], typed_in: Path) -> dict[str, 
     result: dict[str, object] = dict(config)
     for key, value in found.items():
         if isinstance(value, str) and value and not value.startswith("~"):
-            is_place = value.startswith((".", "/")) or (typed_in / value).exists()
+            is_place = value.startswith((".", "/")) or os.path.exists(typed_in / value)
             is_name = key.startswith("datasets.") and key.endswith(".path") and not is_place
             if not is_name:  # such as allenai/c4, which lies on a network
                 result = _with(result, key.split("."), str(typed_in / value))

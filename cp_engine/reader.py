@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
-from cp_engine.errors import SHOWN, Problem, suggest
+from cp_engine.errors import SHOWN, Problem, letters, suggest
 from cp_engine.foreign import calling, named
 from cp_engine.keys import shown
 from cp_engine.layout import Mesh
@@ -34,10 +34,11 @@ class Reader:
                 near = suggest(key, allowed) if len(self.problems) < SHOWN else None
                 right = f" ++{where}.{near}={shown(node[key])}" if near else ""
                 tries = (f"'~{where}.{key}'{right}",)
-                self.add(f"{where}.{key}", "unknown key", details=(("allowed", ", ".join(allowed)),), tries=tries)
+                details = (("allowed", ", ".join(allowed)), *letters(key))
+                self.add(f"{where}.{key}", "unknown key", details=details, tries=tries)
 
     def text(self, key: str, value: object) -> str:
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value or not value.isprintable():
             self.add(key, f"must be a name, not {value!r}")
             return ""
         return value

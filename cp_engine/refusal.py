@@ -100,7 +100,7 @@ def problem_of(refusal: Refusal) -> Problem:
         return _no_group(refusal, match.group(1))
     if refusal.sign.startswith("+") and text.startswith("Multiple values for"):
         return Problem(key=key, what="has a value already; + would add a second", tries=refusal.assigned([key]))
-    if match := MEANT.search(text):
+    if refusal.key and (match := MEANT.search(text)):
         return _misnamed(refusal, match.group(1).split(", "))
     if refusal.composed is None or not KEY.search(text):
         return Problem(key=key or "configuration", what=refusal.text)
@@ -189,7 +189,7 @@ def _unknown(refusal: Refusal, composed: DictConfig) -> Problem:
     key, value = refusal.key, refusal.value
     of_hydra = key.startswith(hydra_keys.OF_HYDRA)
     choices = [name for name in refusal.choices if name.startswith("hydra/") == of_hydra]
-    relocated = [name for name in choices if name.partition("@")[2] == key.replace("/", ".")]
+    relocated = [name for name in choices if key and name.partition("@")[2] == key.replace("/", ".")]
     if relocated:
         return Problem(key=key, what="is not the name of this choice", tries=refusal.assigned(relocated))
     if key.startswith("hydra.") and hydra_keys.is_free(composed.hydra, key):

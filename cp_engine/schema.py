@@ -130,7 +130,7 @@ def _open_axes(steps: Sequence[Step]) -> Iterator[str]:
 def _unnamed(node: Mapping[str, object], where: str) -> Iterator[Problem]:
     """Keys that YAML allows and that name nothing, such as `1: 2`."""
     for key, value in node.items():
-        if not isinstance(key, str):
+        if not isinstance(key, str) or not key.isprintable():
             yield Problem(key=f"{where}.{key}", what=f"must be a name, not {key!r}")
         elif isinstance(value, Mapping):
             yield from _unnamed(value, f"{where}.{key}")

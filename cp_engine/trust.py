@@ -1,9 +1,13 @@
 """Trust: code runs that the user typed or trusts; what a file from elsewhere names is not imported for that alone."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
 
 from cp_engine.errors import Problem
 from cp_engine.integrations.toml_rules import shipped_rules
@@ -14,12 +18,23 @@ IMPORT = "titan.experimental.custom_import"
 NAMING = (CONFIG_MODULE, IMPORT)
 """Keys whose value torchtitan imports; converters, models, data sets and optimizers of others are registered by these."""
 RULE = ("rule", "what a file names is imported and run only when you type it, or that you trust it")
-ON = re.compile(rf"\+{{0,2}}{re.escape(TRUST)}=(true|on|yes|1)", re.IGNORECASE)
+ON = re.compile(rf"\+{{0,2}}{re.escape(TRUST)}=true", re.IGNORECASE)
 
 
 def is_typed(key: str, typed: Sequence[str]) -> bool:
     """Whether an override of the command line sets a key."""
     return any(override.partition("=")[0].lstrip("+") == key for override in typed)
+
+
+def typed_in(hydra: object) -> list[str]:
+    """The overrides of a job's command line, with their references as they were typed.
+
+    Args:
+        hydra: the job's `hydra` node.
+    """
+    task = OmegaConf.to_container(OmegaConf.select(cast(DictConfig, hydra), "overrides.task"), resolve=False)
+    assert isinstance(task, list)
+    return [str(override) for override in task]
 
 
 def trusts(typed: Sequence[str]) -> bool:
@@ -86,7 +101,7 @@ def _place(module: str) -> str:
     """Where a module would be imported from; nothing is imported for it."""
     top = module.partition(".")[0]
     for here in (Path(f"{top}.py"), Path(top)):
-        if top and here.exists():
+        if top and os.path.exists(here):
             return f"{here.absolute()}, in the folder of this command"
     try:
         spec = find_spec(top) if top.isidentifier() else None

@@ -1,6 +1,8 @@
 """Command lines in processes of their own, forked from one that has imported everything: what each used, and how it ended."""
 
+import contextlib
 import gc
+import io
 import json
 import os
 import resource
@@ -128,7 +130,9 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     import cp_engine.verify_training  # noqa: F401  # and with it torch
 
-    _run(["mode=explain"])  # once, for what is imported and read when it is first used
+    with contextlib.redirect_stderr(io.StringIO()):
+        for once in ("mode=explain", "cp.degre=2"):  # for what is imported and read when it is first used
+            _run([once])
     gc.collect()
     gc.freeze()  # so that a child does not copy the memory of its parent when it looks for garbage
     for line in sys.stdin:

@@ -17,6 +17,8 @@ LONGEST = (
     "training",
     "npu_host",
     "cli",
+    "hostile",
+    "fuzz",
     "gloo",
     "parallel",
     "dsa_training",

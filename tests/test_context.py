@@ -844,10 +844,10 @@ def rows(*size: int) -> Tensor:
         (lambda e: e.call(None, *qkv()[1:]), "call.q  is missing"),
         (lambda e: e.call(qkv()[0].tolist(), *qkv()[1:]), "call.q  is missing"),
         (lambda e: e.call(*(x.to("meta") for x in qkv())), "call.q  is on meta, and the plan runs on cpu"),
-        (lambda e: e.call(*qkv(), scale=float("nan")), "call.scale  must be a finite number, not nan"),
+        (lambda e: e.call(*qkv(), scale=float("nan")), "call.scale  must be a finite number above 0, not nan"),
         (
             lambda e: e.call(*qkv(), scale=torch.ones((), requires_grad=True)),
-            "call.scale  must be a finite number, not Tensor()",
+            "call.scale  must be a finite number above 0, not Tensor()",
         ),
         (lambda e: e.call(*qkv(), mask=3), "call.mask  must be a mask or its configuration, not 3"),
         (lambda e: e.shard(rows(2, SEQUENCE), dim=9), "shard.tensors[0]  has 2 dims, of which none is 9"),

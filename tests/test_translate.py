@@ -71,7 +71,7 @@ def test_toml_is_planned(command: Command, file: str, options: tuple[str, ...], 
     ("arguments", "says"),
     [
         (["toml=nowhere.toml"], ["toml  there is no file nowhere.toml"]),
-        (["toml=."], ["cannot be read: Is a directory"]),
+        (["toml=."], ["is a folder, not a regular file"]),
         (["toml=empty.toml"], ["is empty"]),
         (["toml=latin.toml"], ["is not text in UTF-8"]),
         (["toml=config.py"], ["is a Python file"]),

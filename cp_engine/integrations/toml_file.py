@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cp_engine.bounded import bytes_of, decoded, reason_of, require_bounded
+from cp_engine.bounded import MOST_DEPTH, bytes_of, decoded, reason_of, require_bounded
 from cp_engine.errors import SHOWN, ConfigError, Problem, Reason
 
 if sys.version_info >= (3, 11):
@@ -18,6 +18,8 @@ else:
 NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 HEADER = re.compile(rf"\s*(\[\[?)\s*({NAME}(?:\s*\.\s*{NAME})*)\s*\]\]?\s*(?:#.*)?$")
 PAIR = re.compile(rf"\s*({NAME}(?:\s*\.\s*{NAME})*)\s*=")
+LONG_KEY = re.compile(rf"(?<![\w-])(?:{NAME}[ \t]*\.[ \t]*){{{MOST_DEPTH}}}")
+"""Reading a key takes the square of its parts, in memory too."""
 AT_LINE = re.compile(r" \(at line (\d+), column \d+\)")
 MARKS = {  # what a file begins with -> (its encoding, what takes it off)
     b"\xef\xbb\xbf": ("UTF-8", r"LC_ALL=C sed -i '1s/^\xEF\xBB\xBF//' {file}"),
@@ -58,6 +60,10 @@ def read_toml(path: str) -> TomlFile:
         ConfigError: there is no such file, it cannot be read, it is empty, or nothing can be told about the rest of it.
     """
     text = _text(path)
+    if match := LONG_KEY.search(text):
+        number = text.count("\n", 0, match.start()) + 1
+        what = f"has a key of more than {MOST_DEPTH} parts"
+        raise ConfigError([Problem(key=f"line {number}", what=what)], source=path)
     lines = text.replace("\r\n", "\n").split("\n")  # and no other sign ends a line
     first: dict[str, int] = {}
     problems = []

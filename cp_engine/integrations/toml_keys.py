@@ -229,7 +229,7 @@ def _choice(value: object, options: Sequence[str]) -> object:
         if "list[str]" in plain:
             return [value]
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if "int" in plain and value == math.floor(value) and abs(value) < 2**53:
+        if "int" in plain and abs(value) < 2**53 and value == math.floor(value):
             return int(value)
         if "str" in plain:
             return str(value)

@@ -95,14 +95,15 @@ class Guard:
 
         Args:
             step: counted from 1.
-            loss: of this rank's tokens; a scalar.
+            loss: of this rank's tokens; a scalar, a DTensor where tensor parallelism is.
             again: computes it once more.
             parts: of the model on this rank.
 
         Raises:
             RankError: on every rank.
         """
-        losses = _gathered(loss.detach().to(torch.float64).sum()[None]).flatten()
+        mine = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        losses = _gathered(mine.detach().to(torch.float64).sum()[None]).flatten()
         if bool(losses.isfinite().all()):
             return
         bad = [rank for rank, x in enumerate(losses.tolist()) if not math.isfinite(x)]

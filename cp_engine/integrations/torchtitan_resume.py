@@ -4,6 +4,7 @@ Decided once, before ranks start: torchtitan prefers whatever lies in the run's 
 """
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from cp_engine.integrations.torchtitan_continued import of_another_job
 from cp_engine.keys import lookup, value_of
 
 DUMP, INITIAL = "titan.job.dump_folder", "titan.checkpoint.initial_load_path"
+EARLIER = ("rule", "an earlier run writes checkpoints with titan.checkpoint.enable=true")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,9 @@ class _Search:
             ConfigError: there is none, it is damaged or not safe to read, or it holds only weights.
         """
         base = Path(resume)
-        if step_of(base) >= 0 and base.is_dir():
+        if not os.path.isdir(base):  # Path's own method raises for a name that is too long
+            raise ConfigError([Problem(key=key, what=f"there is no folder {base}", details=(EARLIER,))])
+        if step_of(base) >= 0:
             is_sealed = self.require(base, key)
             note = "" if is_sealed else "it has no digests, so only sizes were compared"
             found: Source | None = Source(path=base.resolve(), note=note)
@@ -197,13 +201,12 @@ class _Search:
             found = self.newest(steps_in(base / folder), key)
         if found is None:
             steps = steps_in(base / folder)
-            what = f"no checkpoint in {base / folder}" if base.is_dir() else f"there is no folder {base}"
+            what = f"no checkpoint in {base / folder}"
             if steps:
                 what = f"no whole checkpoint in {base / folder}: {_damage(steps[-1])}"
             elif next((base / folder).glob(f"{SAVING}*"), None) is not None:
                 what += ", only a save that was not finished"
-            rule = "an earlier run writes checkpoints with titan.checkpoint.enable=true"
-            raise ConfigError([Problem(key=key, what=what, details=(("rule", rule),))])
+            raise ConfigError([Problem(key=key, what=what, details=(EARLIER,))])
         is_begun = (
             step_of(found.path) == 0 and found.path.parent == own
         )  # a seed, of which torchtitan takes the weights

@@ -1,5 +1,6 @@
 """Pipeline stages of a torchtitan job: the schedule, and which layers each stage gets; every stage needs attention to attach to."""
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def check(config: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(key=DEGREE, what=what, tries=(f"{DEGREE}=1",))
         return
     key, file = f"{SCHEDULE}_csv", value_of(config, f"{SCHEDULE}_csv")
-    if file and not Path(str(file)).is_file():
+    if file and not os.path.isfile(str(file)):
         yield Problem(key=key, what=f"there is no file {file}, from {Path.cwd()}", tries=(f"{key}=''",))
     written = str(value_of(config, SCHEDULE))
     names = {name.lower(): name for name in (*SINGLE, *LOOPED)}
