@@ -26,6 +26,7 @@ class Course:
         attempt: the number of the first round, of a run that goes on.
         meeting: with the other nodes; None where there are none.
         seconds: how long a round waits for its nodes.
+        silent_seconds: how long a node may not say that it is alive.
         going_on: says what a further round continues from.
 
     Attributes:
@@ -45,10 +46,11 @@ class Course:
         attempt: int = 0,
         meeting: "Meeting | None" = None,
         seconds: float = 60.0,
+        silent_seconds: float = 60.0,
         going_on: Callable[[], str] = str,
     ) -> None:
         self.node, self.max_restarts, self.attempt, self.meeting = node, max_restarts, attempt, meeting
-        self.seconds, self._going_on = seconds, going_on
+        self.seconds, self.silent_seconds, self._going_on = seconds, silent_seconds, going_on
         self.environment = dict[str, str]()
         self._output_dir, self._deaths, self._say = output_dir, deaths, say
         self._cause: Ending | None = None

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -80,6 +80,8 @@ class Meeting:
         self._seconds = seconds
         self.store: TCPStore = self._store()
         self._beat = threading.Event()
+        self._seen = dict[int, tuple[bytes, float]]()
+        self._heard = 0.0
         self._thread = threading.Thread(target=self._live, name="alive", daemon=True)
 
     def _store(self) -> "TCPStore":
@@ -196,11 +198,47 @@ class Meeting:
         key = f"alive/{index}"
         return self.store.get(key) if self.store.check([key]) else b""
 
+    def silent(self, seconds: float) -> int | None:
+        """A node that has not written for a while that it is alive; asked again and again.
+
+        Args:
+            seconds: how long.
+
+        Returns:
+            Its number, if there is one.
+        """
+        now = time.monotonic()
+        for k in range(self.node.count):
+            beats = self._beats(k)
+            if beats != self._seen.get(k, (b"", 0.0))[0]:
+                self._seen[k] = beats, now
+            elif k in self._seen and now - self._seen[k][1] > seconds:
+                return k
+        return None
+
+    def watch_node_0(self, seconds: float, fail: Callable[[], None]) -> None:
+        """Ends this process where node 0's store does not answer: its machine takes what is sent, and torch's client waits for good.
+
+        Args:
+            seconds: how long it may not answer.
+            fail: ends it, from a thread.
+        """
+
+        def watch() -> None:
+            while not self._beat.wait(BEAT_SECONDS):
+                if self._thread.is_alive() and time.monotonic() - self._heard > seconds:
+                    fail()
+
+        if self.node.index:
+            threading.Thread(target=watch, name="node 0", daemon=True).start()
+
     def _live(self) -> None:
         try:
             own = self.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
             while True:
                 own.set(f"alive/{self.node.index}", str(time.time()))
+                own.check(["over"])  # waits for an answer, for ever where node 0 is stopped
+                self._heard = time.monotonic()
                 if self._beat.wait(BEAT_SECONDS):
                     return
         except RuntimeError:  # node 0 is gone, which this node's launcher finds out for itself

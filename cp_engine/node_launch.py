@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from cp_engine import devices, nodes
 from cp_engine.course import Course
+from cp_engine.deaths import end_path
 from cp_engine.elastic import after_restart, prepared, resumed, run_course, watch
 from cp_engine.endings import Ending, Interrupted, RankFailure
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.launching import end_children
 from cp_engine.meeting import PACKAGE, Meeting, Report
 from cp_engine.progress import Watch
 from cp_engine.ranks import Config, section, train
@@ -137,6 +140,8 @@ def _leave(mine: Path, folder: Path) -> None:
 def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: TextIO) -> None:
     """All rounds of the run on this node."""
     node, launch = meeting.node, section(config, "launch")
+    silent_seconds = float(str(launch["watch_seconds"] or launch["join_seconds"]))
+    meeting.watch_node_0(silent_seconds, partial(_leave_node_0, node, folder, agreed))
     if node.index == 0:  # what its rank 0 then tells all ranks
         try:
             resumed(config, launch, folder, out, is_restart=agreed.attempt > 0)
@@ -160,6 +165,7 @@ def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: 
             attempt=agreed.attempt,
             meeting=meeting,
             seconds=float(str(launch["join_seconds"])),
+            silent_seconds=silent_seconds,
             going_on=partial(after_restart, config, folder),
         )
         if shown is None:
@@ -174,6 +180,15 @@ def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: 
         print(shown.summary(course.notes()), file=out, flush=True)
     else:
         print(f"done     {node}; the summary is on node 0 ({agreed.names[0]})", file=out, flush=True)
+
+
+def _leave_node_0(node: nodes.Node, folder: Path, agreed: "Agreed") -> None:
+    """Ends this launcher and its ranks from a thread: the main thread waits for node 0's store."""
+    end_children()
+    for rank in node.own:
+        end_path(folder, rank).unlink(missing_ok=True)
+    print(_text(Report(node=0, ending=None, text=""), node, agreed), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _until_the_end(config: Config, folder: Path, meeting: Meeting, course: Course, agreed: "Agreed") -> None:
@@ -222,7 +237,9 @@ def _text(report: Report | None, node: nodes.Node, agreed: "Agreed") -> str:
         return "RankFailure: the run was ended, and no node says why"
     where = f"node {report.node} ({agreed.names[report.node]})"
     if report.ending is None:
-        return f"RankFailure: {where} was lost: it does not answer (killed, or its machine or the network is down)"
+        return (
+            f"RankFailure: {where} was lost: it does not answer (killed or stopped, or its machine or network is down)"
+        )
     if node.index in (0, report.node):
         return report.text
     lines = [f"RankFailure: rank {report.ending.rank} of {node.all_ranks} on {where} ended the run"]

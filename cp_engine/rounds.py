@@ -30,7 +30,7 @@ ROUND_SECONDS = 60
 
 
 class Over(Exception):
-    """The run has ended: another node ended it, or no restart is left."""
+    """The run has ended: another node ended it or is silent, or no restart is left."""
 
 
 class Rounds(RendezvousHandler):
@@ -114,12 +114,12 @@ class Rounds(RendezvousHandler):
         """How many nodes want a new round; asked all the time while ranks run.
 
         Raises:
-            Over: another node has ended the run.
+            Over: another node has ended the run, or says nothing any more.
         """
         meeting = self._course.meeting
         if meeting is not None and time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
-            if meeting.is_over():
+            if meeting.is_over() or meeting.silent(self._course.silent_seconds) is not None:
                 raise Over
         return self._inner.num_nodes_waiting()
 

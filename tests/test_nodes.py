@@ -441,6 +441,18 @@ def test_a_node_that_was_killed_for_good_is_named(start: Start) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_node_whose_launcher_is_stopped_is_named(start: Start, stopped: int) -> None:
+    port, more = free_port(), ("titan.training.steps=10000", "launch.watch_seconds=10")
+    both = [start(*of_node(index, port, *more)) for index in (0, 1)]
+    both[0].sees("step +2/")
+    both[stopped].process.send_signal(signal.SIGSTOP)
+    result = both[1 - stopped].ends(10 + 2 * SLACK)
+    assert result.code == 1 and re.search(rf"RankFailure: node {stopped} \(.*\) was lost", result.err), result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.long
 def test_ctrl_c_on_one_node_ends_the_run_on_both(start: Start) -> None:
     port = free_port()
     both = [start(*of_node(index, port, "titan.training.steps=10000")) for index in (0, 1)]
