@@ -1,4 +1,4 @@
-from cp_engine.cli import main
+from cp_engine.job.cli import main
 
 if __name__ == "__main__":
     main()

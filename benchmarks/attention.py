@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
-from cp_engine.call import Call
 from cp_engine.primitives import exchange
+from cp_engine.runtime.call import Call
 
 
 @dataclass(frozen=True)

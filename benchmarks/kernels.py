@@ -23,14 +23,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cp_engine import reference, verify
-from cp_engine.compose import compose
-from cp_engine.kernels import KERNELS, Call, Kernel, hardware
-from cp_engine.lower import Program
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
-from cp_engine.schema import plan_from_config
-from cp_engine.shape import Shape
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.compose import compose
+from cp_engine.config.composition import plan_from_config
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.kernels.registry import KERNELS, Call, Kernel, hardware
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime.program import Program
 
 BOUNDS = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative by norm: some roundings of scores and weights to the bits of each dtype."""

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_engine.kernels import sparse
-from cp_engine.sparse_attention import SparseAttention
+from cp_engine.kernels.sparse import torch_ops
+from cp_engine.runtime.sparse_attention import SparseAttention
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def sparse_of(model: Model, tensors: dict[str, Tensor], topk: int) -> Callable[[
 def timed_parts() -> Iterator[dict[str, float]]:
     """Seconds in each part of the sparse path."""
     seconds: dict[str, float] = defaultdict(float)
-    before = {name: getattr(sparse, name) for name in PARTS}
+    before = {name: getattr(torch_ops, name) for name in PARTS}
 
     def timed(name: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:
@@ -105,12 +105,12 @@ def timed_parts() -> Iterator[dict[str, float]]:
         return call
 
     for name in PARTS:
-        setattr(sparse, name, timed(name))
+        setattr(torch_ops, name, timed(name))
     try:
         yield seconds
     finally:
         for name, function in before.items():
-            setattr(sparse, name, function)
+            setattr(torch_ops, name, function)
 
 
 def measure(name: str, sequence: int, topk: int, rounds: int) -> list[str]:

@@ -6,12 +6,17 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cp_engine.api import compile
-    from cp_engine.call import Attention
     from cp_engine.errors import CPError
-    from cp_engine.runtime import ContextParallel
+    from cp_engine.runtime.call import Attention
+    from cp_engine.runtime.compile import compile
+    from cp_engine.runtime.context import ContextParallel
 
-_HOMES = {"compile": "api", "Attention": "call", "CPError": "errors", "ContextParallel": "runtime"}
+_HOMES = {
+    "Attention": "runtime.call",
+    "CPError": "errors",
+    "ContextParallel": "runtime.context",
+    "compile": "runtime.compile",
+}
 
 __all__ = ["Attention", "CPError", "ContextParallel", "__version__", "compile"]
 

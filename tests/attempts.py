@@ -102,7 +102,7 @@ def _attempt(arguments: Sequence[str], folder: str) -> Outcome:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from cp_engine import cli
+    from cp_engine.job import cli
 
     sys.path[0] = os.getcwd()  # as `python -m cp_engine` has it
     try:
@@ -128,7 +128,7 @@ def main() -> None:
     """Answers one line with one line, each JSON."""
     answers, sys.argv = os.fdopen(os.dup(1), "w"), ["launch.py"]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    import cp_engine.verify_training  # noqa: F401  # and with it torch
+    import cp_engine.job.verify.training_mode  # noqa: F401  # and with it torch
 
     with contextlib.redirect_stderr(io.StringIO()):
         for once in ("mode=explain", "cp.degre=2"):  # for what is imported and read when it is first used

@@ -121,7 +121,7 @@ def command(
     for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
 
-    from cp_engine import cli
+    from cp_engine.job import cli
 
     def run(*arguments: str) -> Result:
         capsys.readouterr()

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cp_engine import elastic
+from cp_engine.job.launch import start as elastic
 
 HANG_SECONDS = 900
 """What no function takes, on the busiest machine (one took 300 with 15 processes for each core). Only what hangs is waited for."""
 GRACE_SECONDS = 3
 """After one rank failed the others most likely wait for it; whatever else they have to say takes no longer."""
-WAITING = ("torch/distributed/", "cp_engine/channel.py")
+WAITING = ("torch/distributed/", "cp_engine/exchange/channel.py")
 """Files of the innermost calls of a rank that waits for another one; whatever it says there, the other one failed first."""
 
 

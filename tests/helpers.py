@@ -12,18 +12,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cp_engine import reference
-from cp_engine.channel import Pending
-from cp_engine.compose import compose
-from cp_engine.cost import totals
-from cp_engine.index_set import IndexSet, Run, run
-from cp_engine.lower import Program
-from cp_engine.mask import Mask
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
-from cp_engine.schema import plan_from_config, read
-from cp_engine.shape import Shape
-from cp_engine.verify import inputs_of
+from cp_engine.algebra.index_set import IndexSet, Run, run
+from cp_engine.algebra.mask import Mask
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.compose import compose
+from cp_engine.config.composition import plan_from_config, read
+from cp_engine.exchange.channel import Pending
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import reference
+from cp_engine.job.verify.attention import inputs_of
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime.program import Program
 
 settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
 settings.load_profile("seeded")

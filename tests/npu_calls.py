@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_engine.npu.operators import bound
+from cp_engine.kernels.ascend.operators import bound
 
 
 class Recorded(TorchDispatchMode):

@@ -11,11 +11,11 @@ from math import prod
 from random import Random
 from typing import Any, TypeVar
 
-from cp_engine.mask import KINDS, is_from_call
-from cp_engine.plan import Plan
-from cp_engine.primitives import ORDERS, STEPS
-from cp_engine.schema import RECOMPUTE, plan_from_config
-from cp_engine.shape import Shape
+from cp_engine.algebra.mask import KINDS, is_from_call
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.composition import RECOMPUTE, plan_from_config
+from cp_engine.plan.ir import Plan
+from cp_engine.primitives.table import ORDERS, STEPS
 
 Node = dict[str, Any]  # as YAML gives it
 T = TypeVar("T")
@@ -156,7 +156,7 @@ MASKS: dict[str, Callable[[Random, int], Node]] = {
     "block": lambda random, size: {"size": 1 + _tokens(random, size), "causal": maybe(random, 60)},
     "both": lambda random, size: {"of": [mask(random, size, is_part=True) for _ in range(random.randint(1, 3))]},
 }
-"""kind -> random fields of it, for every kind of `cp_engine.mask`."""
+"""kind -> random fields of it, for every kind of `cp_engine.algebra.mask`."""
 
 
 # ------------------------------------------------------------------ compositions

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-SCHEMAS = Path(__file__).parents[1] / "cp_engine" / "npu" / "schemas.json"
+SCHEMAS = Path(__file__).parents[1] / "cp_engine" / "kernels" / "ascend" / "schemas.json"
 OPERATORS = (
     "npu_fusion_attention",
     "npu_fusion_attention_grad",

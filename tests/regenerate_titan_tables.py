@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
-from cp_engine.integrations.config_modules import keys_of
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.checks.tables import keys_of
 from tests import titan_reads
 
-INTEGRATIONS = Path(__file__).parents[1] / "cp_engine" / "integrations"
+TABLES = Path(__file__).parents[1] / "cp_engine" / "job" / "checks"
 MODELS = {
     "deepseek_v3": "torchtitan.models.deepseek_v3",
-    "deepseek_v32": "cp_engine.models.deepseek_v32.spec",
+    "deepseek_v32": "cp_engine.hosts.torchtitan.models.deepseek_v32.spec",
     "llama3": "torchtitan.models.llama3",
     "llama4": "torchtitan.models.llama4",
     "qwen3": "torchtitan.models.qwen3",
@@ -191,7 +191,7 @@ def with_npu(shapes: dict[str, dict[str, dict[str, object]]], npu: dict[str, dic
 
 def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
     """A table as it ships."""
-    return json.loads((INTEGRATIONS / name).read_text())
+    return json.loads((TABLES / name).read_text())
 
 
 def main() -> None:
@@ -205,10 +205,10 @@ def main() -> None:
     else:
         modules[npu_module] = read("torchtitan_modules.json")[npu_module]
         with_npu(shapes, rows_of_npu(read("torchtitan_shapes.json")))
-    (INTEGRATIONS / "torchtitan_keys.json").write_text(dump(titan_keys()))
-    (INTEGRATIONS / "torchtitan_modules.json").write_text(dump(modules))
-    (INTEGRATIONS / "torchtitan_shapes.json").write_text(dump(shapes))
-    (INTEGRATIONS / "torchtitan_reads.json").write_text(dump(titan_reads_of(read("torchtitan_reads.json"))))
+    (TABLES / "torchtitan_keys.json").write_text(dump(titan_keys()))
+    (TABLES / "torchtitan_modules.json").write_text(dump(modules))
+    (TABLES / "torchtitan_shapes.json").write_text(dump(shapes))
+    (TABLES / "torchtitan_reads.json").write_text(dump(titan_reads_of(read("torchtitan_reads.json"))))
 
 
 def rows_of_npu(shapes: dict[str, dict[str, dict[str, object]]]) -> dict[str, dict[str, dict[str, object]]]:

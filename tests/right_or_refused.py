@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_engine import reference
-from cp_engine.check import prove
-from cp_engine.cost import totals
+from cp_engine.algebra.mask import mask_of
 from cp_engine.errors import CPError
-from cp_engine.lower import Program
-from cp_engine.mask import mask_of
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
-from cp_engine.verify import inputs_of
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import reference
+from cp_engine.job.verify.attention import inputs_of
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan
+from cp_engine.plan.prove import prove
+from cp_engine.runtime.program import Program
 from tests.helpers import Counted, Post, assert_close
 from tests.random_compositions import Case
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from cp_engine.integrations.toml_file import tomllib
+from cp_engine.job.toml.file import tomllib
 
 ROOT = Path(__file__).parents[1]
 X86, ARM = "x86_64", "aarch64"

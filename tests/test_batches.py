@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, mse_loss
 
-from cp_engine import elastic, train
-from cp_engine.data import check
-from cp_engine.endings import RankFailure
 from cp_engine.errors import CallError
-from cp_engine.integrations.torchtitan_companions import Declared, to_cut
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.hosts.torchtitan.companions import Declared, to_cut
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.hosts.torchtitan.text import check
+from cp_engine.job import train
+from cp_engine.job.launch import start
+from cp_engine.job.launch.failures import RankFailure
 from tests.conftest import Result
 from tests.test_training import configured
 
 with cpu_shims():
-    from cp_engine.integrations.torchtitan_loss import SummedLoss
+    from cp_engine.hosts.torchtitan.loss import SummedLoss
 
 ROWS, LENGTH, WORDS = 2, 24, 11
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -127,7 +128,7 @@ def test_users_own_mean_is_refused_in_the_ranks_of_a_job(tmp_path: Path) -> None
     own = ("model=llama3", "++titan.experimental.custom_import=tests.mean_loss")
     config = configured(tmp_path, "cp=allgather_kv", *own)
     with pytest.raises(RankFailure, match=r"tests\.mean_loss\.mean_over_tokens"):
-        elastic.run_ranks(train.run, config, tmp_path, ranks=2)
+        start.run_ranks(train.run, config, tmp_path, ranks=2)
 
 
 # --- companions ---

@@ -7,22 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine import attend, lower, mask, rotate, tiles
-from cp_engine.channel import Pending
+from cp_engine.algebra import mask, tiles
+from cp_engine.algebra.index_set import IndexSet, Run, whole
+from cp_engine.algebra.layout import Layout
+from cp_engine.algebra.transfer import Block, Table, Transfer
 from cp_engine.errors import CoverageError
-from cp_engine.index_set import IndexSet, Run, whole
+from cp_engine.exchange.channel import Pending
+from cp_engine.exchange.operation import ExchangeOperation, Moving, Saved
+from cp_engine.exchange.redistribute import Redistribution
+from cp_engine.job.verify.attention import in_one_process
 from cp_engine.kernels import math as math_kernel
-from cp_engine.layout import Layout
-from cp_engine.operation import ExchangeOperation, Moving, Saved
-from cp_engine.plan import Plan, PlannedStep, State
-from cp_engine.primitives.attention import Dense
+from cp_engine.kernels import tiled
+from cp_engine.plan.ir import Plan, PlannedStep, State
+from cp_engine.primitives import dense_operation
 from cp_engine.primitives.collective import AllGather
+from cp_engine.primitives.dense import Dense
+from cp_engine.primitives.dense_operation import AttendOperation, LocalBlocks, TravellingBlocks
 from cp_engine.primitives.expand import ExpandOperation
-from cp_engine.primitives.order import Contiguous, Order, Striped, Zigzag
-from cp_engine.redistribute import Redistribution
-from cp_engine.rotate import AttendOperation, LocalBlocks, TravellingBlocks
-from cp_engine.transfer import Block, Table, Transfer
-from cp_engine.verify import in_one_process
+from cp_engine.primitives.layouts import Contiguous, Order, Striped, Zigzag
+from cp_engine.runtime import program
 from tests.helpers import (
     CAUSAL,
     EVERY,
@@ -122,7 +125,7 @@ def overwritten(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Non
     lse.copy_(part_lse)
 
 
-attend_merge = attend.merge
+attend_merge = tiled.merge
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ attend_merge = attend.merge
 )
 def test_verify_reports_a_wrong_merge(merge: Callable[..., None], wrong: set[str], monkeypatch: patch) -> None:
     plan = four_ranks("allgather_kv")
-    monkeypatch.setattr(attend, "merge", merge)
+    monkeypatch.setattr(tiled, "merge", merge)
     assert wrong <= wrong_rows(plan)
 
 
@@ -279,8 +282,8 @@ def test_verify_reports_blocks_that_come_in_another_order_than_their_tiles(monke
 
 
 def test_verify_reports_sinks_that_are_forgotten(monkeypatch: patch) -> None:
-    plan, result = four_ranks("ulysses", "cp.steps.attend.sinks=true"), attend.Forward.result
-    monkeypatch.setattr(attend.Forward, "result", lambda self, sinks=None: result(self))
+    plan, result = four_ranks("ulysses", "cp.steps.attend.sinks=true"), tiled.Forward.result
+    monkeypatch.setattr(tiled.Forward, "result", lambda self, sinks=None: result(self))
     assert {"out", "dq", "dk", "dv", "dsinks"} <= wrong_rows(plan)
 
 
@@ -295,8 +298,8 @@ def test_verify_reports_sinks_that_are_those_of_other_heads(monkeypatch: patch) 
 
 
 def test_verify_reports_a_sink_gradient_of_the_wrong_sign(monkeypatch: patch) -> None:
-    plan, gradient = four_ranks("ring", "cp.steps.attend.sinks=true"), rotate.sink_gradient
-    monkeypatch.setattr(rotate, "sink_gradient", lambda *given: -gradient(*given))
+    plan, gradient = four_ranks("ring", "cp.steps.attend.sinks=true"), dense_operation.sink_gradient
+    monkeypatch.setattr(dense_operation, "sink_gradient", lambda *given: -gradient(*given))
     assert wrong_rows(plan) == {"dsinks"}
 
 
@@ -314,7 +317,7 @@ def test_verify_reports_an_expansion_whose_gradient_is_halved(name: str, monkeyp
 
 
 def test_verify_reports_head_groups_that_are_put_together_in_another_order(monkeypatch: patch) -> None:
-    plan, joined = four_ranks("ulysses", "cp.pipeline=2"), lower._joined
+    plan, joined = four_ranks("ulysses", "cp.pipeline=2"), program._joined
     assert wrong_rows(plan) == set()
-    monkeypatch.setattr(lower, "_joined", lambda parts, dim: joined(parts[::-1], dim))
+    monkeypatch.setattr(program, "_joined", lambda parts, dim: joined(parts[::-1], dim))
     assert {"out", "dq", "dk", "dv"} <= wrong_rows(plan)

@@ -16,13 +16,14 @@ import torch
 from torch.distributed.checkpoint import CheckpointException, load, save
 from torch.distributed.checkpoint.metadata import Metadata
 
-from cp_engine import elastic, train
 from cp_engine.errors import ConfigError
-from cp_engine.integrations import checkpoint_trust as trust
-from cp_engine.integrations.checkpoint_files import METADATA, SEAL, metadata_of, require_safe, require_whole, seal
-from cp_engine.integrations.checkpoint_trust import Damaged
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.integrations.torchtitan_resume import Source, source_of
+from cp_engine.hosts.torchtitan import checkpoint_trust as trust
+from cp_engine.hosts.torchtitan.checkpoint_files import METADATA, SEAL, metadata_of, require_safe, require_whole, seal
+from cp_engine.hosts.torchtitan.checkpoint_trust import Damaged
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job import train
+from cp_engine.job.checks.resume import Source, source_of
+from cp_engine.job.launch import start as elastic
 from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment
 from tests.test_training import Config, configured, one_rank
 
@@ -210,7 +211,7 @@ def test_a_checkpoint_runs_no_code(command: Callable[..., Result], old: Path, tm
 @pytest.mark.parametrize("kind", CRAFTED)
 def test_a_rank_reads_data_alone(old: Path, tmp_path: Path, kind: str) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_saving import DataPlanner, DataReader
+        from cp_engine.hosts.torchtitan.saving import DataPlanner, DataReader
     canary = tmp_path / "canary"
     names = ("train_state.step", "dataloader.dp_rank_0")
     wanted: dict[str, object] = dict.fromkeys(names, 0)
@@ -313,7 +314,7 @@ def test_a_restart_passes_over_weights_and_takes_what_was_to_be_replaced(old: Pa
     assert found is not None and found.path == (old / "checkpoint" / "replaced-4").resolve()
     assert found.note == "step-6 holds weights only" and found.line().startswith("step 4 of ")
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_saving import clear
+        from cp_engine.hosts.torchtitan.saving import clear
     clear(old / "checkpoint")
     assert require_whole(step(old, 4), digests=True)
 
@@ -381,7 +382,7 @@ def saved_by_a_process(config: Config) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torchtitan.components.checkpoint import AsyncMode
 
-        from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
+        from cp_engine.hosts.torchtitan.trainer import CompositionTrainer
 
         class Saving(CompositionTrainer):
             def train(self) -> None:
@@ -412,7 +413,7 @@ def killed(straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     yield folder
 
 
-INSIDE = "from cp_engine.integrations import torchtitan_saving as s; w = s.WholeWriter.{method}; "
+INSIDE = "from cp_engine.hosts.torchtitan import saving as s; w = s.WholeWriter.{method}; "
 KILLED = {
     "1": INSIDE.format(method="write_data") + "s.WholeWriter.write_data = lambda *a: (w(*a), os._exit(7))",
     "0": INSIDE.format(method="finish") + "s.put = lambda *a: os._exit(7)",

@@ -77,7 +77,7 @@ def test_verify_passes_and_leaves_no_folder(command: Callable[..., Result]) -> N
 
 
 def test_verify_out_of_bounds_exits_1(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cp_engine.verify.BOUND", 1e-30)
+    monkeypatch.setattr("cp_engine.job.verify.attention.BOUND", 1e-30)
     result = command("mode=verify", "shape.sequence=31")
     assert result.code == 1
     assert "WRONG" in result.out
@@ -245,7 +245,7 @@ def test_value_that_names_a_rank_of_another_job_is_refused(
 def test_quick_commands_do_not_import(tmp_path: Path, arguments: list[str], absent: str) -> None:
     code = f"""
 import sys
-from cp_engine.cli import run
+from cp_engine.job.cli import run
 sys.argv[0] = "launch.py"
 try:
     code = run({arguments!r})

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_engine.comparison import Record, compare
-from cp_engine.comparison_table import show
+from cp_engine.job.verify.comparison import Record, compare
+from cp_engine.job.verify.table import show
 
 
 def record(

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cp_engine
-from cp_engine import Attention, reference
+from cp_engine import Attention
+from cp_engine.algebra.mask import Band, Mask, mask_of
 from cp_engine.errors import CallError, ConfigError, CPError
-from cp_engine.mask import Band, Mask, mask_of
-from cp_engine.runtime import ContextParallel
-from cp_engine.sparse_attention import SparseAttention
+from cp_engine.job.verify import reference
+from cp_engine.runtime.context import ContextParallel
+from cp_engine.runtime.sparse_attention import SparseAttention
 from tests.helpers import plan_of, small
 
 SEQUENCE, HEADS, HEAD_DIM = 12, 2, 4
@@ -868,7 +869,7 @@ def rows(*size: int) -> Tensor:
         (lambda e: e.call(*qkv(), dropout_p=0.1), "call.dropout_p  is 0.1"),
         (lambda e: e.call(*(torch.tensor(1.0) for _ in range(3))), "call.q  is [], and the plan is for [1,"),
         (lambda e: e.call(qkv()[0].to_sparse(), *qkv()[1:]), "try  q.to_dense()"),
-        (lambda e: e.attend(qkv()), "call  is of type list, and a cp_engine.call.Call is needed"),
+        (lambda e: e.attend(qkv()), "call  is of type list, and a cp_engine.runtime.call.Call is needed"),
         (lambda e: e.sum_gradients(None), "model  is None, and a module is needed"),
         (lambda e: e.sum_gradients(Model().parameters()), "model  is of type generator, and a module is needed"),
         (pickle.dumps, "engine  holds process groups of this process"),

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_engine import reference
-from cp_engine.cost import Totals, totals
-from cp_engine.plan import Plan
-from cp_engine.shape import Shape
+from cp_engine.algebra.shape import Shape
+from cp_engine.job.verify import reference
+from cp_engine.plan.cost import Totals, totals
+from cp_engine.plan.ir import Plan
 from tests.helpers import CAUSAL, PRESETS, begins_with_latent, plan_of, small
 from tests.test_layout import chunks_of
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cp_engine import reference
-from cp_engine.attend import TiledAttention
-from cp_engine.kernels import KERNELS, Call, Kernel, hardware
+from cp_engine.algebra.tiles import Tile
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import reference
+from cp_engine.job.verify.attention import inputs
 from cp_engine.kernels.cuda_efficient import CUDAEfficient
 from cp_engine.kernels.cuda_flash import CUDAFlash
 from cp_engine.kernels.cudnn import CuDNN
 from cp_engine.kernels.flex import Flex
-from cp_engine.lower import Program
-from cp_engine.redistribute import Target
-from cp_engine.tiles import Tile
-from cp_engine.verify import inputs
+from cp_engine.kernels.registry import KERNELS, Call, Kernel, hardware
+from cp_engine.kernels.tiled import TiledAttention
+from cp_engine.runtime.program import Program
 from tests.helpers import plan_of, small
 from tests.test_kernels import (
     CASES,
@@ -334,7 +334,7 @@ def test_merged_tiles_of_the_operators_equal_dense(
     mask: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cp_engine.tiles.ROWS", 3)
+    monkeypatch.setattr("cp_engine.algebra.tiles.ROWS", 3)
     held, there = sets_of(queries, keys)
     tensors = tuple(x.to(dtype) for x in random_qkv(held.count, there.count, kv_heads=2))
     with Operators():
@@ -434,7 +434,7 @@ def test_merged_tiles_equal_float64_on_a_gpu(
     mask: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cp_engine.tiles.ROWS", 3)
+    monkeypatch.setattr("cp_engine.algebra.tiles.ROWS", 3)
     held, there = sets_of(queries, keys)
     tensors = tuple(x.to("cuda", dtype) for x in random_qkv(held.count, there.count, kv_heads=2))
     attention: TiledAttention = attention_of(held, there, mask, kernel)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from cp_engine import data
-from cp_engine.data.rows import BEGIN, END, Rows, encode
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.hosts.torchtitan import text as data
+from cp_engine.hosts.torchtitan.text.rows import BEGIN, END, Rows, encode
 
 
 def folder_of(tmp_path: Path, *files: list[dict[str, object]]) -> Path:

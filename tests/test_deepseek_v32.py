@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_engine.errors import CallError, ConfigError
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.models.deepseek_v32.rotary import hadamard_signs, rotate_hadamard, rotate_pairs
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.hosts.torchtitan.models.deepseek_v32.rotary import hadamard_signs, rotate_hadamard, rotate_pairs
 
 BATCH, LENGTH, THETAS = 2, 24, (1.0, 0.13)
 SMALL = {
@@ -45,7 +45,7 @@ def titan() -> Iterator[SimpleNamespace]:
         from torchtitan.models.deepseek_v3.model.model import apply_rotary_emb
         from torchtitan.models.moe import MoEArgs
 
-        from cp_engine.models.deepseek_v32 import attention, indexer, model, spec
+        from cp_engine.hosts.torchtitan.models.deepseek_v32 import attention, indexer, model, spec
 
         def sizes(**changes: object) -> spec.DeepSeekV32ModelArgs:
             experts = MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False, score_before_experts=False)

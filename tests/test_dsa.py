@@ -11,22 +11,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
-from cp_engine import reference, verify
-from cp_engine.call import Call
-from cp_engine.channel import Pending
-from cp_engine.cost import totals
+from cp_engine.algebra.index_set import IndexSet, Run, whole
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CoverageError, CPError, LayoutError
-from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.kernels import picked, sparse
-from cp_engine.kernels.sparse_kernels import TorchSparse
-from cp_engine.lower import Program
-from cp_engine.mask import mask_of
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
-from cp_engine.runtime import ContextParallel
-from cp_engine.shape import Shape
-from cp_engine.sight import Sight
-from cp_engine.sparse_attention import SparseAttention
+from cp_engine.exchange.channel import Pending
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.kernels.sparse import selected_keys, torch_ops
+from cp_engine.kernels.sparse.table import TorchSparse
+from cp_engine.kernels.sparse.visibility import Sight
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime.call import Call
+from cp_engine.runtime.context import ContextParallel
+from cp_engine.runtime.program import Program
+from cp_engine.runtime.sparse_attention import SparseAttention
 from tests.gloo import World, world
 from tests.helpers import CAUSAL, SPARSE, executed, few_chunks, plan_of, shipped, sized, small
 
@@ -104,23 +105,23 @@ def test_keys_are_selected_among_those_that_any_mask_shows(preset: str, mask: No
 def test_selected_keys_are_computed_alike_side_by_side_and_as_columns(
     dense_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picked, "SPARSE_FROM", dense_from)
+    monkeypatch.setattr(selected_keys, "SPARSE_FROM", dense_from)
     assert wrong(plan_of("dsa", degree=2, shape=call(sequence=200, batch=2, topk=11))) == []
 
 
 def test_equal_scores_go_to_the_lowest_positions_whatever_the_order_of_the_keys() -> None:
     """ReLU makes exact zeros: here all scores are equal."""
-    index = sparse.Index(torch.zeros(1, 1, 6, 4), torch.randn(1, 1, 6, 2), torch.ones(1, 1, 6, 2))
+    index = torch_ops.Index(torch.zeros(1, 1, 6, 4), torch.randn(1, 1, 6, 2), torch.ones(1, 1, 6, 2))
     backwards = IndexSet((Run(3, 3), Run(0, 3)), 6)
     for keys in (whole(6), backwards):
-        chosen = sparse.select(index, Sight(whole(6), keys, mask_of("causal", 6)), 3)
+        chosen = torch_ops.select(index, Sight(whole(6), keys, mask_of("causal", 6)), 3)
         assert chosen[0, 0].tolist() == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 4]
 
 
 def test_the_last_of_several_selections_of_one_score_is_cut_by_position() -> None:
     scores = torch.tensor([3.0, 1.0, 2.0, 1.0, 1.0, 0.5])
-    index = sparse.Index(torch.ones(1, 1, 6, 1), scores.view(1, 1, 6, 1), torch.ones(1, 1, 6, 1))
-    chosen = sparse.select(index, Sight(whole(6), whole(6), mask_of("full", 6)), 3)
+    index = torch_ops.Index(torch.ones(1, 1, 6, 1), scores.view(1, 1, 6, 1), torch.ones(1, 1, 6, 1))
+    chosen = torch_ops.select(index, Sight(whole(6), whole(6), mask_of("full", 6)), 3)
     assert chosen[0, 0, 0].tolist() == [0, 1, 2]
 
 
@@ -200,7 +201,7 @@ def test_the_latent_travels_while_the_indexer_selects(monkeypatch: pytest.Monkey
     events: list[str] = []
     select = TorchSparse.select
 
-    def noted(index: sparse.Index, sight: Sight, count: int) -> Tensor:
+    def noted(index: torch_ops.Index, sight: Sight, count: int) -> Tensor:
         events.append("select")
         return select(index, sight, count)
 
@@ -480,7 +481,7 @@ def test_what_cannot_be_learned_or_differentiated_is_refused(
 
 @pytest.mark.parametrize("dense_from", [0, 1000], ids=["gathered", "columns"])
 def test_autocast_rounds_no_score(dense_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picked, "SPARSE_FROM", dense_from)
+    monkeypatch.setattr(selected_keys, "SPARSE_FROM", dense_from)
     plan = plan_of("dsa", degree=1, shape=call(dtype="float32", topk=9))
     program = Program(plan, Target(ranks=(0,), device="cpu", communicator=None))
     tensors, dout = verify.inputs_of(plan)

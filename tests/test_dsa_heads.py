@@ -11,22 +11,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cp_engine import reference, verify
-from cp_engine.c10d import GroupChannel, Traffic
-from cp_engine.call import Call
-from cp_engine.compose import compose
+from cp_engine.algebra.index_set import IndexSet
+from cp_engine.algebra.shape import INDEX, Shape
+from cp_engine.config.compose import compose
+from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import CallError
-from cp_engine.index_set import IndexSet
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.kernels.npu_sparse import NPUSparse, SparseCall
-from cp_engine.kernels.sparse_kernels import TorchSparse
-from cp_engine.npu.stand_in import stand_in
-from cp_engine.runtime import ContextParallel
-from cp_engine.schema import plan_from_config
-from cp_engine.shape import INDEX, Shape
-from cp_engine.sparse import Beside, LearnOperation
-from cp_engine.sparse_attention import SparseAttention
-from cp_engine.values import Values
+from cp_engine.exchange.in_flight import Values
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.kernels.ascend.stand_in import stand_in
+from cp_engine.kernels.sparse.npu import NPUSparse, SparseCall
+from cp_engine.kernels.sparse.table import TorchSparse
+from cp_engine.primitives.sparse_operation import Beside, LearnOperation
+from cp_engine.runtime.call import Call
+from cp_engine.runtime.connect import GroupChannel, Traffic
+from cp_engine.runtime.context import ContextParallel
+from cp_engine.runtime.sparse_attention import SparseAttention
 from tests import test_npu_sparse as npu
 from tests.gloo import World, world
 
@@ -216,9 +217,9 @@ def of_model(degree: int) -> dict[str, float]:
         from torchtitan.distributed import ParallelDims
         from torchtitan.models.moe import MoEArgs
 
-        from cp_engine.models.deepseek_v32.args import DeepSeekV32ModelArgs
-        from cp_engine.models.deepseek_v32.model import DeepSeekV32Model
-        from cp_engine.models.deepseek_v32.parallelize import parallelize
+        from cp_engine.hosts.torchtitan.models.deepseek_v32.args import DeepSeekV32ModelArgs
+        from cp_engine.hosts.torchtitan.models.deepseek_v32.model import DeepSeekV32Model
+        from cp_engine.hosts.torchtitan.models.deepseek_v32.parallelize import parallelize
 
         experts = MoEArgs(
             num_experts=4, top_k=2, use_grouped_mm=False, score_before_experts=False, score_func="sigmoid"

@@ -11,10 +11,11 @@ from statistics import mean
 import pytest
 import torch
 
-from cp_engine import memory, verify_training
-from cp_engine.comparison import SELECTION_BOUND, compare
-from cp_engine.lower import Program
-from cp_engine.redistribute import Target
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify import training_mode
+from cp_engine.job.verify.comparison import SELECTION_BOUND, compare
+from cp_engine.runtime import memory
+from cp_engine.runtime.program import Program
 from tests.conftest import Result
 from tests.helpers import plan_of
 from tests.test_comparison import record
@@ -70,7 +71,7 @@ def test_training_and_selections_agree_with_one_rank(
 ) -> None:
     config = configured(tmp_path / "run", f"cp={preset}", "mode=verify", "verify.level=training", *options)
     with redirect_stdout(io.StringIO()) as printed:
-        is_good = verify_training.run({**config, "verify": {"reference": reference}})
+        is_good = training_mode.run({**config, "verify": {"reference": reference}})
     assert is_good, printed.getvalue()
     comparison = compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
     labels = [label for label, *_ in comparison.losses]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cp_engine import verify
 from cp_engine.errors import CoverageError
+from cp_engine.job.verify import attention
 from tests.helpers import plan_of, small
 
 SHAPE = small(sequence=21, batch=3, latent_dim=6, rope_dim=3)
@@ -39,7 +39,7 @@ def test_ranks_without_a_query_head_may_hold_any_part_of_the_latent(heads: int, 
         back={"kind": "undo", "of": "to_heads", "tensors": ["out"]},
     )
     shape = replace(SHAPE, heads=heads, kv_heads=heads)
-    rows = verify.in_one_process(plan_of(cp, shape=shape), {"kind": "causal"})
+    rows = attention.in_one_process(plan_of(cp, shape=shape), {"kind": "causal"})
     assert [r.name for r in rows] == ["out", "dq", "dkv_latent", "dk_rope", "dkv_up", "influence"]
     assert [r for r in rows if not r.is_good] == []
 

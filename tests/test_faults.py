@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import LAUNCH, PATIENCE, clean_environment, gone
 
 SMALL = ("model=llama3", "titan.experimental.custom_import=tests.faults", "titan.training.seq_len=64")
-OTHER_TEXT = "from cp_engine.data import rows; e = rows.encode; rows.encode = lambda text: e(text.replace('e', 'o'))"
+OTHER_TEXT = "from cp_engine.hosts.torchtitan.text import rows; e = rows.encode; rows.encode = lambda text: e(text.replace('e', 'o'))"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 from torch.distributed.device_mesh import DeviceMesh
 
 import cp_engine
-from cp_engine.call import Call
-from cp_engine.compose import compose
+from cp_engine.config.compose import compose
 from cp_engine.errors import CallError
+from cp_engine.runtime.call import Call
 from tests.gloo import World
 
 SIZES = {"sequence": 16, "heads": 4, "head_dim": 8, "dtype": torch.float64}

@@ -11,14 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_engine
-from cp_engine import reference, verify
-from cp_engine.call import Call
-from cp_engine.cost import totals
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import CallError, CPError
-from cp_engine.plan import Plan
-from cp_engine.runtime import ContextParallel
-from cp_engine.schema import plan_from_config
-from cp_engine.shape import Shape
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime.call import Call
+from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World, world
 from tests.helpers import CAUSAL, PRESETS, begins_with_latent, fitting, local, varied
 
@@ -362,7 +363,7 @@ def test_inputs_and_gradients_of_any_strides(ranks, preset, sequence):
 
 
 def doubled_exchange(cp: Mapping[str, object], shape: Shape) -> list[tuple[str, float]]:
-    from cp_engine.c10d import GroupChannel
+    from cp_engine.runtime.connect import GroupChannel
 
     names = ("all_to_all", "all_to_all_even", "all_gather", "shift")
     once = {name: getattr(GroupChannel, name) for name in names}

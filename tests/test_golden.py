@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine import explain, reference
-from cp_engine.plan import Plan
-from cp_engine.shape import Shape
+from cp_engine.algebra.shape import Shape
+from cp_engine.job import explain
+from cp_engine.job.verify import reference
+from cp_engine.plan.ir import Plan
 from tests.conftest import PATIENCE, clean_environment
 from tests.helpers import CAUSAL, EVERY, SPARSE, begins_with_latent, fitting, plan_of, small
 
@@ -165,10 +166,10 @@ def test_idle_ranks_are_named() -> None:
 # ------------------------------------------------------------------ 1,024 ranks
 PLANNING = """
 import json, sys, time
-from cp_engine import explain
-from cp_engine.compose import compose
-from cp_engine.shape import Shape
-from cp_engine.schema import plan_from_config
+from cp_engine.job import explain
+from cp_engine.config.compose import compose
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.composition import plan_from_config
 
 shape = Shape(batch=1, sequence=131072, heads=1024, kv_heads=128, head_dim=128, v_head_dim=128, dtype="bfloat16")
 plans = []

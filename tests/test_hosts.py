@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
-from cp_engine import reference
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.verify import reference
 from tests.gloo import World, world
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 8

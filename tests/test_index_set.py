@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_engine.index_set import IndexSet, Run, intersect, run, shares, union, whole
+from cp_engine.algebra.index_set import IndexSet, Run, intersect, run, shares, union, whole
 from tests.helpers import index_set, index_sets, partitions, runs
 
 SIZE = 40

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine import versions
-from cp_engine.integrations.toml_file import tomllib
+from cp_engine.job.checks import versions
+from cp_engine.job.toml.file import tomllib
 from tests.conftest import Result
 
 ROOT = Path(__file__).parents[1]

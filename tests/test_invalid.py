@@ -18,11 +18,11 @@ import pytest
 import yaml
 
 from cp_engine import errors
-from cp_engine.compose import compose
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.compose import compose
+from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import CPError, Problem
-from cp_engine.plan import Plan
-from cp_engine.schema import plan_from_config
-from cp_engine.shape import Shape
+from cp_engine.plan.ir import Plan
 from tests.helpers import small
 
 FOLDER = Path(__file__).parent / "invalid"

@@ -8,11 +8,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from cp_engine import job, world
-from cp_engine.compose import conf_dir
+from cp_engine.config.compose import conf_dir
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.keys import ELSEWHERE, KEYS, titan_table, type_matches
-from cp_engine.modes import plain
+from cp_engine.job.checks import degrees, job
+from cp_engine.job.checks.keys import ELSEWHERE, KEYS, titan_table, type_matches
+from cp_engine.job.modes import plain
 from tests import regenerate_titan_tables as tables
 
 Config = dict[str, object]
@@ -48,7 +48,7 @@ def refused(config: Config) -> dict[str, Problem]:
 
 
 def test_key_table_equals_installed_job_config() -> None:
-    assert json.loads((tables.INTEGRATIONS / "torchtitan_keys.json").read_text()) == tables.titan_keys()
+    assert json.loads((tables.TABLES / "torchtitan_keys.json").read_text()) == tables.titan_keys()
 
 
 def test_shape_table_equals_installed_models() -> None:
@@ -65,7 +65,7 @@ def test_table_of_config_modules_equals_installed_ones() -> None:
 
 def test_defaults_are_accepted(default: Config) -> None:
     job.check(default)
-    assert world.world_size(default) == 2
+    assert degrees.world_size(default) == 2
 
 
 def test_every_default_has_its_own_type_in_the_table() -> None:
@@ -173,7 +173,7 @@ def test_world_size_is_the_product_of_the_degrees(
 ) -> None:
     config = changed(**values)
     job.check(config)
-    assert world.world_size(config) == ranks
+    assert degrees.world_size(config) == ranks
 
 
 @pytest.mark.parametrize(

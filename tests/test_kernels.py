@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine.attend import TiledAttention, kv_index, merge
+from cp_engine.algebra.index_set import IndexSet, Run, whole
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.tiles import Tile, Tiling, tiling
 from cp_engine.errors import CPError, KernelError
-from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.kernels import KERNELS, Call, Hardware, Kernel, choose, hardware
+from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.cpu_flash import CPUFlash
 from cp_engine.kernels.flex import BLOCK, Flex, _band
 from cp_engine.kernels.math import Math
-from cp_engine.lower import Program
-from cp_engine.mask import mask_of
-from cp_engine.redistribute import Target
-from cp_engine.tiles import Tile, Tiling, tiling
+from cp_engine.kernels.registry import KERNELS, Call, Hardware, Kernel, choose, hardware
+from cp_engine.kernels.tiled import TiledAttention, kv_index, merge
+from cp_engine.runtime.program import Program
 from tests.conftest import PATIENCE, clean_environment
 from tests.helpers import SMALL, assert_close, index_set, plan_of, small
 
@@ -373,7 +373,7 @@ def visible_pairs(held: IndexSet, there: IndexSet, mask: dict[str, object]) -> T
 def test_merged_tiles_equal_dense(
     kernel: Kernel, size: float, queries: range, keys: range, mask: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cp_engine.tiles.ROWS", 3)
+    monkeypatch.setattr("cp_engine.algebra.tiles.ROWS", 3)
     held, there = sets_of(queries, keys)
     tensors = random_qkv(held.count, there.count, size=size)
     found = run_tiles(attention_of(held, there, mask, kernel), tensors)

@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_engine import explain, reference
-from cp_engine.cost import totals
-from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.layout import Layout, Mesh, contiguous, cut, image, joined
-from cp_engine.mask import mask_of
-from cp_engine.primitives.order import Balanced, Contiguous, Order, Striped, Zigzag
-from cp_engine.transfer import Transfer
+from cp_engine.algebra.index_set import IndexSet, Run, whole
+from cp_engine.algebra.layout import Layout, Mesh, contiguous, cut, image, joined
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.transfer import Transfer
+from cp_engine.job import explain
+from cp_engine.job.verify import reference
+from cp_engine.plan.cost import totals
+from cp_engine.primitives.layouts import Balanced, Contiguous, Order, Striped, Zigzag
 from tests.helpers import assert_equals_reference, index_set, index_sets, masks, partitions, plan_of, small
 
 ONE_AXIS = {n: Mesh(axes=("a",), sizes=(n,)) for n in (1, 2, 4)}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from cp_engine import reference
-from cp_engine.compose import conf_dir
+from cp_engine.algebra.index_set import IndexSet, Run, run, shares, whole
+from cp_engine.algebra.mask import KINDS, Mask, intersection, is_from_call, mask_of
+from cp_engine.config.compose import conf_dir
 from cp_engine.errors import ConfigError
-from cp_engine.index_set import IndexSet, Run, run, shares, whole
-from cp_engine.mask import KINDS, Mask, intersection, is_from_call, mask_of
+from cp_engine.job.verify import reference
 from tests.helpers import index_sets
 
 SIZE = 40

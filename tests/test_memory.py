@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from cp_engine import memory
-from cp_engine.call import Call
-from cp_engine.runtime import ContextParallel
+from cp_engine.runtime import memory
+from cp_engine.runtime.call import Call
+from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World, world
 from tests.helpers import plan_of, small
 

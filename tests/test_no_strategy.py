@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import cp_engine
-from cp_engine import explain
-from cp_engine.compose import presets
-from cp_engine.npu.operators import shipped
-from cp_engine.plan import Plan
+from cp_engine.config.compose import presets
+from cp_engine.job import explain
+from cp_engine.kernels.ascend.operators import shipped
+from cp_engine.plan.ir import Plan
 from tests.helpers import (
     CAUSAL,
     CONF,
@@ -27,7 +27,7 @@ from tests.helpers import (
 )
 
 PACKAGE = Path(cp_engine.__file__).parent
-TRANSLATOR = PACKAGE / "integrations" / "torchtitan_toml.py"  # names presets, as its input format does
+TRANSLATOR = PACKAGE / "job" / "toml" / "translate.py"  # names presets, as its input format does
 SOURCES = sorted(p for p in PACKAGE.rglob("*.py") if p != TRANSLATOR)
 
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine import nodes
 from cp_engine.errors import ConfigError
-from cp_engine.slurm import counts_of, hosts_of, task_of
+from cp_engine.job.checks import nodes
+from cp_engine.job.checks.slurm import counts_of, hosts_of, task_of
 from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment
 
 SMALL = ("titan.training.seq_len=64", "titan.training.local_batch_size=1", "cp=ulysses", "cp.degree=4")

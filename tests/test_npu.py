@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_engine import cli, devices, verify
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.shape import Shape
+from cp_engine.algebra.tiles import in_fewer_calls, tiling
 from cp_engine.errors import ConfigError, CPError, KernelError
+from cp_engine.job import cli
+from cp_engine.job.verify import attention as verify
 from cp_engine.kernels import npu_fusion
-from cp_engine.mask import mask_of
-from cp_engine.npu.stand_in import stand_in
-from cp_engine.plan import Plan
-from cp_engine.shape import Shape
-from cp_engine.tiles import in_fewer_calls, tiling
+from cp_engine.kernels.ascend.stand_in import stand_in
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime import devices
 from tests import regenerate_npu_schemas as schemas
 from tests.conftest import Result
 from tests.helpers import PRESETS, fitting, plan_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.errors import KernelError
-from cp_engine.npu.stand_in import stand_in
+from cp_engine.kernels.ascend.stand_in import stand_in
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 """dtype -> half a unit in its last place, and a little more."""

@@ -25,14 +25,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
-from cp_engine.api import compose
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.npu.module import torch_npu_module
-from cp_engine.npu.stand_in import stand_in
-from cp_engine.runtime import ContextParallel
-from cp_engine.schema import plan_from_config
-from cp_engine.shape import Shape
-from cp_engine.versions import HOSTED
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.composition import plan_from_config
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.checks.versions import HOSTED
+from cp_engine.kernels.ascend.stand_in import stand_in
+from cp_engine.kernels.ascend.torch_npu_module import torch_npu_module
+from cp_engine.runtime.compile import compose
+from cp_engine.runtime.context import ContextParallel
 from tests.conftest import Result
 from tests.gloo import World, world
 
@@ -195,7 +195,7 @@ class Losses:
 def converted() -> tuple[dict[str, float], int]:
     """The same with the converter, whose operators are the stand-in's; bfloat16, and how many selected keys differ."""
     with package():
-        from cp_engine.integrations.torchtitan_npu_attention import read_absorbed
+        from cp_engine.hosts.torchtitan.npu_attention import read_absorbed
 
         sequence, dtype = 1280, torch.bfloat16
         module, table = sparse_module(LEAST, dtype, is_converted=True)

@@ -7,10 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_engine import devices, explain, verify, verify_attention
-from cp_engine.lower import Program
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job import explain
+from cp_engine.job.verify import attention
+from cp_engine.job.verify import attention_mode as verify_attention
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime import devices
+from cp_engine.runtime.program import Program
 from tests.conftest import Result
 from tests.helpers import local, plan_of
 from tests.npu_calls import Recorded
@@ -31,7 +34,7 @@ def sparse_steps(plan: Plan, device: str) -> dict[str, dict[str, object]]:
 
 def test_operators_get_what_the_plan_says_once_for_each_run() -> None:
     plan = plan_of("dsa", "layout@cp.layout=zigzag", shape=SHAPE, degree=2)
-    tensors, _ = verify.inputs_of(plan)
+    tensors, _ = attention.inputs_of(plan)
     ranks = [local(plan, {n: x.bfloat16() for n, x in tensors.items()}, rank) for rank in (0, 1)]
     with devices.operators_of(devices.REHEARSAL):
         steps, shown = sparse_steps(plan, devices.REHEARSAL), explain.text(plan, devices.REHEARSAL)

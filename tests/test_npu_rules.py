@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cp_engine.errors import KernelError
-from cp_engine.npu.experts import EXPERTS
-from cp_engine.npu.operators import bound, shipped
-from cp_engine.npu.rules import rule_table
-from cp_engine.npu.stand_in import stand_in
+from cp_engine.kernels.ascend.experts import EXPERTS
+from cp_engine.kernels.ascend.operators import bound, shipped
+from cp_engine.kernels.ascend.rules import rule_table
+from cp_engine.kernels.ascend.stand_in import stand_in
 
 Call = dict[str, object]
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu_(1)

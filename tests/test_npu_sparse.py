@@ -8,17 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine import devices, verify, verify_attention
-from cp_engine.compose import compose
+from cp_engine.algebra.index_set import IndexSet, Run
+from cp_engine.algebra.mask import mask_of
+from cp_engine.config.compose import compose
+from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import KernelError
-from cp_engine.index_set import IndexSet, Run
-from cp_engine.kernels import npu_sparse, sparse
-from cp_engine.kernels.npu_sparse import NPUSparse
-from cp_engine.kernels.sparse import Attended, Given, Index
-from cp_engine.mask import mask_of
-from cp_engine.npu.stand_in import stand_in
-from cp_engine.schema import plan_from_config
-from cp_engine.sight import Sight
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import attention_mode
+from cp_engine.kernels.ascend.stand_in import stand_in
+from cp_engine.kernels.sparse import npu, torch_ops
+from cp_engine.kernels.sparse.npu import NPUSparse
+from cp_engine.kernels.sparse.torch_ops import Attended, Given, Index
+from cp_engine.kernels.sparse.visibility import Sight
+from cp_engine.runtime import devices
 
 TOKENS, SELECTED, TAKEN = 48, 16, 1024
 SCALE = 576**-0.5
@@ -83,7 +85,7 @@ def wanted(dtype: torch.dtype) -> Mapping[str, Tensor]:
     wide = Numbers(
         n.sight, Index(*(x.double() for x in n.index)), *(x.double() for x in (n.q, n.latent, n.rope, n.dout))
     )
-    return computed(sparse, wide)
+    return computed(torch_ops, wide)
 
 
 def wrong(dtype: torch.dtype) -> set[str]:
@@ -133,14 +135,14 @@ def _wrap(
     change: Callable[[Arguments], Arguments],
     result: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]],
 ) -> None:
-    registered = npu_sparse.registered
+    registered = npu.registered
 
     def wrapped(name: str) -> Callable[..., tuple[Tensor, ...]]:
         if not name.endswith(operator):
             return registered(name)
         return lambda **named: result(registered(name)(**{**named, **change(named)}))
 
-    monkeypatch.setattr(npu_sparse, "registered", wrapped)
+    monkeypatch.setattr(npu, "registered", wrapped)
 
 
 def scaled(name: str, factor: float) -> Callable[[Arguments], Arguments]:
@@ -152,14 +154,14 @@ def replaced(place: int, make: Callable[[Tensor], Tensor]) -> Callable[[tuple[Te
 
 
 def of_module(name: str, make: Callable[[Callable[..., object]], Callable[..., object]]) -> Callable[[patch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(npu_sparse, name, make(getattr(npu_sparse, name)))
+    return lambda monkeypatch: monkeypatch.setattr(npu, name, make(getattr(npu, name)))
 
 
-def one_key_less(runs: Callable[..., Iterator[npu_sparse._Run]]) -> Callable[..., object]:
+def one_key_less(runs: Callable[..., Iterator[npu._Run]]) -> Callable[..., object]:
     return lambda sight: (run._replace(keys=run.keys - 1) for run in runs(sight))
 
 
-def first_run_alone(runs: Callable[..., Iterator[npu_sparse._Run]]) -> Callable[..., object]:
+def first_run_alone(runs: Callable[..., Iterator[npu._Run]]) -> Callable[..., object]:
     return lambda sight: list(runs(sight))[:1]
 
 
@@ -209,7 +211,7 @@ def test_a_broken_call_is_seen(fault: str, monkeypatch: patch) -> None:
 
 
 def test_verify_holds_the_operators_against_torch_operations(monkeypatch: patch) -> None:
-    taken = verify_attention.TAKEN
+    taken = attention_mode.TAKEN
     plan = plan_from_config(compose("dsa"), shape=taken, mask={"kind": "causal"})
     tensors, dout = verify.inputs_of(plan)
     given = {n: x.bfloat16().double() for n, x in tensors.items()}, dout.bfloat16().double()

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine import devices, explain, verify
 from cp_engine.errors import KernelError
-from cp_engine.kernels import KERNELS
-from cp_engine.kernels.npu_update import OperatorMerge
-from cp_engine.npu.operators import registered, shipped
-from cp_engine.npu.stand_in import stand_in
-from cp_engine.primitives.attention import Dense
+from cp_engine.job import explain
+from cp_engine.job.verify import attention as verify
+from cp_engine.kernels.ascend.operators import registered, shipped
+from cp_engine.kernels.ascend.stand_in import stand_in
+from cp_engine.kernels.npu_merge import OperatorMerge
+from cp_engine.kernels.registry import KERNELS
+from cp_engine.primitives.dense import Dense
+from cp_engine.runtime import devices
 from tests.helpers import fitting, plan_of
 from tests.npu_calls import Recorded
 from tests.test_npu import MASKS, SHAPE

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cp_engine import elastic, verify_training
-from cp_engine.comparison import compare, read
-from cp_engine.endings import RankFailure
 from cp_engine.errors import Problem
-from cp_engine.integrations import torchtitan
-from cp_engine.job import problems
-from cp_engine.train import rank_process, section, titan_of
+from cp_engine.job.checks import torchtitan
+from cp_engine.job.checks.job import problems
+from cp_engine.job.launch import start
+from cp_engine.job.launch.failures import RankFailure
+from cp_engine.job.train import rank_process, section, titan_of
+from cp_engine.job.verify import training_mode
+from cp_engine.job.verify.comparison import compare, read
 from tests.test_training import VALIDATION, Config, configured, keys, packed_alone, packed_composition
 
 PRESETS = {  # of 2 ranks each, and the model it is tried with; the first one meets everything
@@ -88,7 +89,7 @@ def test_training_agrees_with_torchtitan_alone(tmp_path: Path, model: str, kind:
     assert refusals(config) == []
     reference = "parallel" if (model, kind) in DIFFERS_FROM_ONE_RANK else "single"
     with redirect_stdout(io.StringIO()) as printed:
-        is_good = verify_training.run(against(config, reference))
+        is_good = training_mode.run(against(config, reference))
     assert is_good, printed.getvalue()
     comparison = compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
     assert len(comparison.losses) == (8 if validation else 5)
@@ -120,9 +121,9 @@ def test_compiling_beside_tensor_parallelism_is_refused(tmp_path: Path) -> None:
 def test_pipeline_gradients_are_those_of_one_rank_times_the_tokens(tmp_path: Path) -> None:
     """torchtitan 0.2.2 divides the logged loss of a pipeline by the tokens, and not what it computes gradients of."""
     config = job_of(tmp_path / "run", "llama3", "pipeline", "ulysses")
-    alone, composed = verify_training.prepare(against(config, "single"))
-    elastic.run_ranks(verify_training.run_stock, alone, tmp_path / "run" / "stock", ranks=1)
-    elastic.run_ranks(verify_training.run_composition, composed, tmp_path / "run" / "composition", ranks=4)
+    alone, composed = training_mode.prepare(against(config, "single"))
+    start.run_ranks(training_mode.run_stock, alone, tmp_path / "run" / "stock", ranks=1)
+    start.run_ranks(training_mode.run_composition, composed, tmp_path / "run" / "composition", ranks=4)
     one, four = (read(tmp_path / "run" / name)["gradients"] for name in ("stock", "composition"))
     assert one.keys() == four.keys()
     for name, gradient in one.items():
@@ -134,9 +135,9 @@ def test_pipeline_gradients_are_those_of_one_rank_times_the_tokens(tmp_path: Pat
 @pytest.mark.long
 def test_packed_positions_reach_every_pipeline_stage(tmp_path: Path) -> None:
     config = job_of(tmp_path / "run", "llama3", "pipeline", "allgather_kv", *VALIDATION)
-    alone, composed = verify_training.prepare(against(config, "single"))
-    elastic.run_ranks(packed_alone, alone, tmp_path / "run" / "stock", ranks=1)
-    elastic.run_ranks(packed_composition, composed, tmp_path / "run" / "composition", ranks=4)
+    alone, composed = training_mode.prepare(against(config, "single"))
+    start.run_ranks(packed_alone, alone, tmp_path / "run" / "stock", ranks=1)
+    start.run_ranks(packed_composition, composed, tmp_path / "run" / "composition", ranks=4)
     comparison = compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
     assert len(comparison.losses) == 8
     assert all(abs(theirs - ours) <= 1e-5 for _, theirs, ours in comparison.losses)
@@ -147,7 +148,7 @@ def stock_with_experts_spread(config: Config) -> None:
     with rank_process(config):
         from torchtitan.train import Trainer
 
-        from cp_engine.integrations.torchtitan_host import hosted, job_config
+        from cp_engine.hosts.torchtitan.host import hosted, job_config
 
         titan = job_config(titan_of(config))
         with hosted(titan, data=section(config, "data"), is_composed=False):
@@ -159,7 +160,7 @@ def test_torchtitan_alone_cannot_spread_experts_on_cpu(tmp_path: Path) -> None:
     options = ("+titan.parallelism.data_parallel_shard_degree=2", "+titan.parallelism.expert_parallel_degree=2")
     config = configured(tmp_path, "cp=none", "model=deepseek_v3", *options)
     with pytest.raises(RankFailure, match=re.escape("RuntimeError: 0 active drivers ([]). There should only be one.")):
-        elastic.run_ranks(stock_with_experts_spread, config, tmp_path, ranks=2)
+        start.run_ranks(stock_with_experts_spread, config, tmp_path, ranks=2)
 
 
 # --- what is refused before a rank starts ---

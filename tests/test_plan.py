@@ -4,18 +4,18 @@ from dataclasses import dataclass
 
 import pytest
 
-from cp_engine import mask
-from cp_engine.check import Composition, prove
-from cp_engine.cost import totals
+from cp_engine.algebra import mask
+from cp_engine.algebra.index_set import IndexSet, Run
+from cp_engine.algebra.layout import Layout, Mesh
+from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CoverageError, LayoutError
-from cp_engine.index_set import IndexSet, Run
-from cp_engine.layout import Layout, Mesh
-from cp_engine.plan import Plan, State
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan, State
+from cp_engine.plan.prove import Composition, prove
 from cp_engine.primitives import exchange
-from cp_engine.primitives.attention import Dense
 from cp_engine.primitives.collective import AllGather
-from cp_engine.primitives.order import Contiguous
-from cp_engine.shape import Shape
+from cp_engine.primitives.dense import Dense
+from cp_engine.primitives.layouts import Contiguous
 from tests.helpers import (
     CAUSAL,
     PRESETS,

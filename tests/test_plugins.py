@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from cp_engine.errors import CPError
-from cp_engine.foreign import PrimitiveError
+from cp_engine.exchange.foreign import PrimitiveError
 from tests.conftest import Result
 from tests.helpers import computed, plan_of
 
 HEAD = """
 from dataclasses import dataclass, field
-from cp_engine.index_set import IndexSet, Run, union, whole
-from cp_engine.layout import Layout, contiguous
-from cp_engine.plan import Refused
-from cp_engine.primitives import Order
+from cp_engine.algebra.index_set import IndexSet, Run, union, whole
+from cp_engine.algebra.layout import Layout, contiguous
+from cp_engine.plan.ir import Refused
+from cp_engine.primitives.table import Order
 from cp_engine.primitives.exchange import Exchange
 """
 ORDER = """
@@ -104,7 +104,7 @@ def test_a_fault_is_all_that_a_user_reads(install: Install, command: Callable[..
         "PrimitiveError: 1 problem in cp=allgather_kv",
         "  1. cp.layout  Mine.deal raised ZeroDivisionError: integer division or modulo by zero (my_steps.py:14 in deal)",
         "     of    my_steps.Mine, of my-steps 1.2",
-        "     rule  a primitive refuses what it cannot do by raising cp_engine.plan.Refused",
+        "     rule  a primitive refuses what it cannot do by raising cp_engine.plan.ir.Refused",
         "     see   docs/configuration.md, Primitives of one's own",
     ]
 
@@ -191,7 +191,7 @@ def test_classes_that_are_no_primitives_are_all_refused(install: Install) -> Non
         "NoKind": (order.replace('kind = "mine"', ""), "NoKind states no kind"),
         "Taken": (
             order.replace('"mine"', '"zigzag"'),
-            "Taken has the kind 'zigzag', and cp_engine.primitives.order.Zigzag",
+            "Taken has the kind 'zigzag', and cp_engine.primitives.layouts.Zigzag",
         ),
         "NoDeal": (order.replace("def deal", "def dael"), "NoDeal lacks deal"),
         "NoMethods": (
@@ -228,6 +228,6 @@ def test_fault_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("cp_engine.primitives.order.Contiguous.deal", broken)
+    monkeypatch.setattr("cp_engine.primitives.layouts.Contiguous.deal", broken)
     with pytest.raises(ZeroDivisionError):
         plan_of("allgather_kv")

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine.lower import Program
-from cp_engine.plan import Plan
-from cp_engine.redistribute import Target
-from cp_engine.verify import inputs_of
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job.verify.attention import inputs_of
+from cp_engine.plan.ir import Plan
+from cp_engine.runtime.program import Program
 from tests.helpers import PRESETS, mesh_for, plan_of, small
 
 SHAPE = small(sequence=4096, heads=8, kv_heads=8, head_dim=32, dtype="bfloat16")

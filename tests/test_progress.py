@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine import train
-from cp_engine.progress import Watch
+from cp_engine.job import train
+from cp_engine.job.launch.progress import Watch
 
 
 @dataclass(frozen=True)

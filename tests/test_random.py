@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_engine.algebra.mask import KINDS
 from cp_engine.errors import CPError
-from cp_engine.mask import KINDS
-from cp_engine.primitives import ORDERS
+from cp_engine.primitives.table import ORDERS
 from tests.helpers import small
 from tests.random_compositions import MASKS, Case, Node, case, gather, maybe, to_heads
 from tests.random_faults import MUTATIONS, mutated

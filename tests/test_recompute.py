@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_engine
-from cp_engine import planned
+from cp_engine.runtime import planned_attention
 from tests.gloo import World, world
 
 SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
@@ -247,10 +247,13 @@ def test_a_digest_tells_numbers_in_other_places_apart(dtype: torch.dtype) -> Non
             (a, b), (c, d) = (torch.randperm(n, generator=generator)[:2] for n in (9, width))
             y = x.clone()
             x[0, 0, a, c] = x[0, 0, b, d] = y[0, 0, a, d] = y[0, 0, b, c] = 5  # the same rows and columns, sorted
-            assert planned._print(x) != planned._print(y)
+            assert planned_attention._print(x) != planned_attention._print(y)
     z = torch.randn(2, 3, 9, 8, dtype=dtype)
-    assert planned._print(z) == planned._print(z.transpose(1, 2).contiguous().transpose(1, 2))
-    assert planned._print(z[1:]) == planned._print(z[1:].clone()) and planned._print(z[:0]) == 0
+    assert planned_attention._print(z) == planned_attention._print(z.transpose(1, 2).contiguous().transpose(1, 2))
+    assert (
+        planned_attention._print(z[1:]) == planned_attention._print(z[1:].clone())
+        and planned_attention._print(z[:0]) == 0
+    )
 
 
 def check_dropped_passes() -> None:
@@ -307,9 +310,11 @@ def test_what_a_model_changes_in_place_is_computed_again(two):
 def test_tensors_of_any_strides_are_digested(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 9, 8, dtype=dtype)
     wide = torch.stack((x, x), -1).flatten(3)[..., ::2]
-    assert planned._print(wide) == planned._print(x)
+    assert planned_attention._print(wide) == planned_attention._print(x)
     for other in (x[:, :1].expand(-1, 3, -1, -1), x[0, 0, :, 0], x.transpose(1, 2), x[..., 1:]):
-        assert planned._print(other) == planned._print(other.clone(memory_format=torch.contiguous_format))
+        assert planned_attention._print(other) == planned_attention._print(
+            other.clone(memory_format=torch.contiguous_format)
+        )
 
 
 def check_released() -> None:

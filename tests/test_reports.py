@@ -13,19 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine import explain, reference
-from cp_engine.check import prove
-from cp_engine.cost import totals
-from cp_engine.index_set import IndexSet, union
-from cp_engine.layout import Mesh, contiguous
-from cp_engine.lower import Program
-from cp_engine.mask import Band, Mask, mask_of
-from cp_engine.memory import peak
-from cp_engine.plan import Plan
-from cp_engine.primitives import Order
-from cp_engine.redistribute import Target
-from cp_engine.schema import read
-from cp_engine.verify import inputs_of
+from cp_engine.algebra.index_set import IndexSet, union
+from cp_engine.algebra.layout import Mesh, contiguous
+from cp_engine.algebra.mask import Band, Mask, mask_of
+from cp_engine.config.composition import read
+from cp_engine.exchange.redistribute import Target
+from cp_engine.job import explain
+from cp_engine.job.verify import reference
+from cp_engine.job.verify.attention import inputs_of
+from cp_engine.plan.cost import totals
+from cp_engine.plan.ir import Plan
+from cp_engine.plan.prove import prove
+from cp_engine.primitives.table import Order
+from cp_engine.runtime.memory import peak
+from cp_engine.runtime.program import Program
 from tests.helpers import (
     CAUSAL,
     PRESETS,

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cp_engine import Attention, reference
+from cp_engine import Attention
+from cp_engine.algebra.mask import Mask, mask_of
 from cp_engine.errors import CallError, ConfigError
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.mask import Mask, mask_of
-from cp_engine.runtime import ContextParallel
-from cp_engine.verify import inputs_of
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.verify import reference
+from cp_engine.job.verify.attention import inputs_of
+from cp_engine.runtime.context import ContextParallel
 from tests.helpers import CAUSAL, assert_close, computed, fitting, in_float64, plan_of, small, varied
 from tests.test_reports import BOUND, EXCHANGING, attended, wanted
 
@@ -125,7 +126,7 @@ def test_heads_of_another_model_change_nothing() -> None:
 
 def test_attention_modules_that_the_host_leaves_out_are_named() -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import _refuse_left_out
+        from cp_engine.hosts.torchtitan.host import _refuse_left_out
     one, two = Attention(), Attention()
     with pytest.raises(ConfigError, match="parallelizes 1 of the model's 2 attention modules") as caught:
         _refuse_left_out({"layers.0.attention": one, "layers.1.mla": two}, [one])

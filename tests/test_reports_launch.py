@@ -9,10 +9,10 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from cp_engine import compile
-from cp_engine.compose import compose, conf_dir
+from cp_engine.config.compose import compose, conf_dir
+from cp_engine.config.composition import read
 from cp_engine.errors import ConfigError
-from cp_engine.plan import Step
-from cp_engine.schema import read
+from cp_engine.plan.ir import Step
 from tests.conftest import Result
 
 Command = Callable[..., Result]

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, log_softmax, logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from cp_engine.runtime import ContextParallel
+from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World, world
 from tests.test_gloo import Toy
 from tests.test_reports_ranks import IGNORED, LENGTH, degrees, engine_of, mesh

@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cp_engine
-from cp_engine import Attention, CPError, reference, verify
-from cp_engine.compose import presets
-from cp_engine.runtime import ContextParallel
-from cp_engine.shape import Shape
+from cp_engine import Attention, CPError
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.compose import presets
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World, world
 from tests.helpers import begins_with_latent, shipped, varied
 from tests.test_gloo import Toy, assert_in_step, mesh_of

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from cp_engine.call import Attention
 from cp_engine.errors import CallError
-from cp_engine.runtime import ContextParallel
+from cp_engine.runtime.call import Attention
+from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World, world
 from tests.helpers import in_float64, plan_of
 

@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from cp_engine import tiles
-from cp_engine.index_set import IndexSet, Run, whole
-from cp_engine.mask import mask_of
-from cp_engine.tiles import Tile, Tiling, tiling
+from cp_engine.algebra import tiles
+from cp_engine.algebra.index_set import IndexSet, Run, whole
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.tiles import Tile, Tiling, tiling
 from tests.helpers import index_sets, masks, sees
 
 SIZE = 24

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from cp_engine import job
-from cp_engine.integrations import torchtitan_reads
-from cp_engine.keys import module_tables, titan_table
-from cp_engine.modes import plain
+from cp_engine.job.checks import job
+from cp_engine.job.checks import reads as torchtitan_reads
+from cp_engine.job.checks.keys import module_tables, titan_table
+from cp_engine.job.modes import plain
 from tests import regenerate_titan_tables as tables
 from tests import titan_reads
 from tests.test_job import composed, refused

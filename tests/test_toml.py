@@ -16,17 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from cp_engine import cli, experiment, train
-from cp_engine.compose import conf_dir
+from cp_engine.config.compose import conf_dir
 from cp_engine.errors import ConfigError
-from cp_engine.integrations.toml_file import read_toml, tomllib
-from cp_engine.integrations.toml_rules import Rules
-from cp_engine.integrations.toml_translation import Asked, Translation
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.integrations.torchtitan_toml import DEGREE, translate
-from cp_engine.keys import module_tables, titan_table
-from cp_engine.modes import plain
-from cp_engine.toml_argument import registered
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job import cli, train
+from cp_engine.job.checks.keys import module_tables, titan_table
+from cp_engine.job.checks.rules import Rules
+from cp_engine.job.modes import plain
+from cp_engine.job.toml import experiment
+from cp_engine.job.toml.argument import registered
+from cp_engine.job.toml.file import read_toml, tomllib
+from cp_engine.job.toml.translate import DEGREE, translate
+from cp_engine.job.toml.translation import Asked, Translation
 from tests import regenerate_titan_tables as tables
 
 OWN = Path(__file__).parent / "toml"
@@ -152,7 +153,7 @@ def test_torchtitan_reads_what_the_experiment_gives(path: Path) -> None:
     with cpu_shims():
         from torchtitan.config import ConfigManager
 
-        from cp_engine.integrations.torchtitan_host import job_config
+        from cp_engine.hosts.torchtitan.host import job_config
     with importable():
         try:
             parsed = ConfigManager().parse_args(["--job.config_file", str(path)])
@@ -270,7 +271,7 @@ def test_a_file_asks_for_a_preset(tmp_path: Path, text: str, choices: dict[str, 
 
 
 def test_presets_of_the_rules_exist_and_every_rule_decides() -> None:
-    rules = Rules(conf_dir())
+    rules = Rules()
     assert set(rules.presets) <= {path.stem for path in (conf_dir() / "cp").glob("*.yaml")}
     layouts = {path.stem for path in (conf_dir() / "layout").glob("*.yaml")}
     assert set(rules.balancers[1].values()) <= layouts
@@ -397,7 +398,7 @@ def test_trusted_module_gives_keys_and_its_job_config(tmp_path: Path, monkeypatc
         of_text(tmp_path, text)
     config = composed_from(of_text(tmp_path, text, trust_modules=True))
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config
+        from cp_engine.hosts.torchtitan.host import job_config
     assert job_config(train.titan_of(config)).corpus.shards == 5
     plain_file = of_text(tmp_path, text.partition("[corpus]")[0], trust_modules=True)
     assert "titan.job.custom_config_module" in plain_file.settings  # its defaults may differ

@@ -8,7 +8,7 @@ import torch
 import torch._utils
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 
 
 def attributes() -> dict[str, object]:
@@ -44,7 +44,7 @@ def test_nested_contexts_add_nothing() -> None:
 def test_importing_changes_nothing() -> None:
     code = (
         "import torch; before = dict(vars(torch.cpu)), torch.histc\n"
-        "import cp_engine.integrations.torchtitan_cpu\n"
+        "import cp_engine.hosts.torchtitan.cpu_shims\n"
         "assert (dict(vars(torch.cpu)), torch.histc) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,10 +22,10 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+from cp_engine.algebra.mask import Mask
 from cp_engine.errors import CallError
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.integrations.torchtitan_masks import masks_of
-from cp_engine.mask import Mask
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.hosts.torchtitan.masks import masks_of
 
 EOS = 0
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -108,7 +108,7 @@ def test_masks_show_what_the_mask_functions_show(
 @pytest.mark.parametrize("mask_type", ["causal", "block_causal"])
 @pytest.mark.parametrize("name", ["llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss"])
 def test_masks_of_each_model(titan: ModuleType, name: str, mask_type: str) -> None:
-    from cp_engine.data.loader import ByteTokenizer
+    from cp_engine.hosts.torchtitan.text.loader import ByteTokenizer
 
     with cpu_shims():
         spec = importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
@@ -168,7 +168,7 @@ def test_microbatches_of_a_pipeline_have_their_own_rows(titan: ModuleType) -> No
 
 
 def test_importing_imports_no_torchtitan() -> None:
-    code = "import sys, cp_engine.integrations.torchtitan_masks; assert 'torchtitan' not in sys.modules"
+    code = "import sys, cp_engine.hosts.torchtitan.masks; assert 'torchtitan' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

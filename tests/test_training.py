@@ -18,12 +18,15 @@ import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from cp_engine import elastic, job, train, verify_training, world
-from cp_engine.comparison import Comparison, compare, read
 from cp_engine.errors import ConfigError
-from cp_engine.integrations import torchtitan, torchtitan_resume
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
-from cp_engine.keys import shape_table
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job import train
+from cp_engine.job.checks import degrees, job, torchtitan
+from cp_engine.job.checks import resume as torchtitan_resume
+from cp_engine.job.checks.keys import shape_table
+from cp_engine.job.launch import start as elastic
+from cp_engine.job.verify import training_mode
+from cp_engine.job.verify.comparison import Comparison, compare, read
 from tests.conftest import Result
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -56,7 +59,7 @@ def configured(output: Path, *overrides: str) -> Config:
 def trained(config: Config) -> list[float]:
     """The loss of each step of a run on new ranks."""
     output = Path(str(train.section(config, "launch")["output_dir"]))
-    elastic.run_ranks(train.run, config, output, ranks=world.world_size(config))
+    elastic.run_ranks(train.run, config, output, ranks=degrees.world_size(config))
     return losses(output)
 
 
@@ -133,7 +136,7 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     output = tmp_path_factory.mktemp(model) / preset
     composed = (f"model={model}", f"cp={preset}", "mode=verify", "verify.level=training")
     with redirect_stdout(io.StringIO()) as printed:
-        is_good = verify_training.run(configured(output, *composed, *VALIDATION))
+        is_good = training_mode.run(configured(output, *composed, *VALIDATION))
     return Run(output, is_good, printed.getvalue())
 
 
@@ -184,7 +187,7 @@ def test_expert_statistics_are_summed_over_context_parallel_ranks(compared: Run)
 
 def test_weights_one_rounding_away_are_the_floats_beside_them(one_rank: None) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_recorder import one_rounding_away
+        from cp_engine.job.verify.recorder import one_rounding_away
     before = torch.randn(1000)
     before[0] = 0.0
     moved = [before.clone() for _ in range(3)]
@@ -208,16 +211,16 @@ def test_comparison_whose_roundings_grow_beyond_telling_is_not_decided(launch: C
 
 def test_comparison_draws_the_same_weights_each_time(tmp_path: Path) -> None:
     config = configured(tmp_path / "a", "mode=verify", "verify.level=training", "titan.debug.seed=null")
-    for made in verify_training.prepare(config):
+    for made in training_mode.prepare(config):
         assert made["titan"]["debug"]["seed"] == 0
     chosen = configured(tmp_path / "b", "mode=verify", "verify.level=training", "titan.debug.seed=7")
-    for made in verify_training.prepare(chosen):
+    for made in training_mode.prepare(chosen):
         assert made["titan"]["debug"]["seed"] == 7
 
 
 def test_comparison_refuses_half_types_instead_of_comparing_in_float32(tmp_path: Path) -> None:
     config = configured(tmp_path, "cp=ulysses", "titan.training.mixed_precision_param=bfloat16")
-    assert [problem.key for problem in verify_training.check(config)] == ["titan.training.mixed_precision_param"]
+    assert [problem.key for problem in training_mode.check(config)] == ["titan.training.mixed_precision_param"]
 
 
 # --- batches whose documents are packed and whose targets are few ---
@@ -241,7 +244,7 @@ class Packed:
 def packed_alone(config: Config) -> None:
     """One rank of torchtitan alone on packed text, validated by its own validator."""
     with train.rank_process(config):
-        from cp_engine.integrations.torchtitan_recorder import StockRecorder
+        from cp_engine.job.verify.recorder import StockRecorder
 
         class PackedRecorder(StockRecorder):
             def train(self) -> None:
@@ -249,13 +252,13 @@ def packed_alone(config: Config) -> None:
                 self.validator.validation_dataloader = Packed(self.validator.validation_dataloader)
                 super().train()
 
-        verify_training.train_alone(config, PackedRecorder)
+        training_mode.train_alone(config, PackedRecorder)
 
 
 def packed_composition(config: Config) -> None:
     """One rank of the composition on the same text."""
     with train.rank_process(config):
-        from cp_engine.integrations.torchtitan_recorder import CompositionRecorder
+        from cp_engine.job.verify.recorder import CompositionRecorder
 
         class PackedRecorder(CompositionRecorder):
             def train(self) -> None:
@@ -271,7 +274,7 @@ def test_packed_positions_are_kept_and_ranks_without_targets_add_nothing(
     tmp_path: Path, one_rank: None, layout: str
 ) -> None:
     config = configured(tmp_path / "run", "cp=allgather_kv", "model=llama3", f"layout@cp.layout={layout}", *VALIDATION)
-    alone, composed = verify_training.prepare(config)
+    alone, composed = training_mode.prepare(config)
     packed_alone(alone)  # in this process
     elastic.run_ranks(packed_composition, composed, tmp_path / "run" / "composition", ranks=2)
     comparison = compare(tmp_path / "run" / "stock", tmp_path / "run" / "composition")
@@ -504,7 +507,7 @@ def test_bfloat16_trains(tmp_path: Path, one_rank: None) -> None:
 
 def test_job_config_takes_nested_sections_and_refuses_unknown_keys() -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config
+        from cp_engine.hosts.torchtitan.host import job_config
     made = job_config({"training": {"steps": 3}, "quantize": {"linear": {"float8": {"emulate": True}}}})
     assert (made.training.steps, made.quantize.linear.float8.emulate) == (3, True)
     with pytest.raises(ConfigError, match=re.escape("titan.training.step ")) as caught:
@@ -514,8 +517,8 @@ def test_job_config_takes_nested_sections_and_refuses_unknown_keys() -> None:
 
 def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config
-        from cp_engine.integrations.torchtitan_spec import refuse_other_shape
+        from cp_engine.hosts.torchtitan.host import job_config
+        from cp_engine.hosts.torchtitan.spec import refuse_other_shape
     checked = 0
     for model, flavors in shape_table().items():
         for flavor, row in flavors.items():
@@ -528,8 +531,8 @@ def test_planned_shapes_are_those_of_the_models(tmp_path: Path) -> None:
 
 def test_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     with cpu_shims():
-        from cp_engine.integrations.torchtitan_host import job_config
-        from cp_engine.integrations.torchtitan_spec import refuse_other_shape
+        from cp_engine.hosts.torchtitan.host import job_config
+        from cp_engine.hosts.torchtitan.spec import refuse_other_shape
     config = configured(tmp_path, "titan.model.flavor=debugmodel_flex_attn", "shape.heads=8")
     with pytest.raises(ConfigError) as caught:
         refuse_other_shape(job_config(train.titan_of(config)), job.shape_of(config))
@@ -544,7 +547,7 @@ def cut_batches(config: Config) -> None:
     """One rank: cut a batch of known numbers, and keep the first batch of text."""
     with train.rank_process(config):
         from cp_engine.errors import CallError
-        from cp_engine.integrations.torchtitan_trainer import CompositionTrainer
+        from cp_engine.hosts.torchtitan.trainer import CompositionTrainer
 
         class Cutter(CompositionTrainer):
             """Cuts instead of training."""
@@ -599,8 +602,8 @@ def test_declared_companions_of_the_tokens_are_cut_by_the_layout(tmp_path: Path)
 
 def test_data_position_of_other_data_parallel_ranks_is_refused() -> None:
     with cpu_shims():
-        from cp_engine.data.loader import TextLoader
-    from cp_engine.data.rows import Rows
+        from cp_engine.hosts.torchtitan.text.loader import TextLoader
+    from cp_engine.hosts.torchtitan.text.rows import Rows
 
     rows = Rows(path=None, field="text", sequence=16, rank=0, world=2)
     state = TextLoader(rows, dp_rank=0, dp_world_size=2, batch_size=1).state_dict()
@@ -613,7 +616,7 @@ def test_data_position_of_other_data_parallel_ranks_is_refused() -> None:
 
 def test_tokenizer_returns_the_text() -> None:
     with cpu_shims():
-        from cp_engine.data.loader import ByteTokenizer
+        from cp_engine.hosts.torchtitan.text.loader import ByteTokenizer
     tokenizer = ByteTokenizer()
     assert tokenizer.decode(tokenizer.encode("naïve")) == "naïve"
     assert max(tokenizer.encode("a")) == tokenizer.get_vocab_size() - 1

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules
 
-from cp_engine import job
-from cp_engine.integrations import torchtitan_here, torchtitan_stages
-from cp_engine.integrations.torchtitan_cpu import cpu_shims
+from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.job.checks import here as torchtitan_here
+from cp_engine.job.checks import job, stages
 from tests.conftest import Result
 from tests.test_job import composed, refused
 
@@ -214,7 +214,7 @@ def test_layers_of_stages_are_those_that_torchtitan_gives() -> None:
         from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
     compared = 0
     for sizes in ((s, n, f, e) for s in range(1, 8) for n in range(1, 12) for f in range(3) for e in range(3)):
-        held = torchtitan_stages.layers_of_stages(*sizes)
+        held = stages.layers_of_stages(*sizes)
         try:
             parts = generate_llm_fqn_per_model_part(*sizes)
         except ValueError:
@@ -226,14 +226,14 @@ def test_layers_of_stages_are_those_that_torchtitan_gives() -> None:
 
 
 def test_schedules_are_those_of_the_installed_torch() -> None:
-    for name in (*torchtitan_stages.SINGLE, *torchtitan_stages.LOOPED):
+    for name in (*stages.SINGLE, *stages.LOOPED):
         is_single = issubclass(schedules.get_schedule_class(name), schedules.PipelineScheduleSingle)
-        assert is_single == (name in torchtitan_stages.SINGLE)
+        assert is_single == (name in stages.SINGLE)
     with pytest.raises(ValueError, match="The valid options are") as caught:
         schedules.get_schedule_class("none of them")
     known = str(caught.value).partition("options are ")[2]
     abstract = {"PipelineScheduleSingle", "PipelineScheduleMulti"}
-    assert set(eval(known)) - abstract == {*torchtitan_stages.SINGLE, *torchtitan_stages.LOOPED}
+    assert set(eval(known)) - abstract == {*stages.SINGLE, *stages.LOOPED}
 
 
 def test_profiling_on_a_cpu_writes_a_trace(command: Command, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Others
 """
 COMMANDS = """
 import json, sys
-from cp_engine import cli
+from cp_engine.job import cli
 for line in json.loads(sys.argv[1]):
     print("code", cli.run(line), flush=True)
 """
@@ -311,8 +311,8 @@ def test_missing_package_of_torchtitan_is_named(tmp_path: Path) -> None:
 
 def test_packages_that_are_asked_for_are_those_that_training_imports() -> None:
     code = (
-        "import sys\nfrom cp_engine.integrations.torchtitan_cpu import cpu_shims\n"
-        "with cpu_shims():\n    import cp_engine.integrations.torchtitan_trainer, torchtitan.models.qwen3\n"
+        "import sys\nfrom cp_engine.hosts.torchtitan.cpu_shims import cpu_shims\n"
+        "with cpu_shims():\n    import cp_engine.hosts.torchtitan.trainer, torchtitan.models.qwen3\n"
         "    import torchtitan.models.deepseek_v3, torchtitan.models.llama3, torchtitan.models.llama4\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cp_engine import train
-from cp_engine.integrations import module_needs, torchtitan_packages
-from cp_engine.integrations.config_modules import is_installed
-from cp_engine.integrations.toml_file import tomllib
+from cp_engine.job import train
+from cp_engine.job.checks import module_needs, packages
+from cp_engine.job.checks.tables import is_installed
+from cp_engine.job.toml.file import tomllib
 from tests.conftest import Result
 
 Command = Callable[..., Result]
@@ -33,7 +33,7 @@ def torchtitan_npu(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether commands in this process find torchtitan-npu: not, unless a test says so."""
 
     def say(is_there: bool) -> None:
-        for module in (module_needs, torchtitan_packages):
+        for module in (module_needs, packages):
             monkeypatch.setattr(
                 module,
                 "is_installed",

@@ -12,12 +12,13 @@ from itertools import combinations, count, product
 
 import pytest
 
-from cp_engine import reference, verify
-from cp_engine.check import Composition, prove
+from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.shape import Shape
+from cp_engine.config.composition import read
 from cp_engine.errors import LayoutError
-from cp_engine.mask import mask_of
-from cp_engine.schema import read
-from cp_engine.shape import Shape
+from cp_engine.job.verify import attention as verify
+from cp_engine.job.verify import reference
+from cp_engine.plan.prove import Composition, prove
 from tests.helpers import PRESETS, begins_with_latent, fitting, plan_of, shipped, small, varied
 
 HEADS = {

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cp_engine.tiles import Tile
+from cp_engine.algebra.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Merge(Protocol):
         """What merges, for a reader."""
 
     def add(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-        """Adds a partial result to another, in place; as `cp_engine.attend.merge`."""
+        """Adds a partial result to another, in place; as `cp_engine.kernels.tiled.merge`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Limits:
         widest: the largest head dim; None for any.
         capability: the lowest compute capability.
         dtype_capability: dtype -> a higher lowest one.
-        joins: kinds of joined tiles that it takes, see `cp_engine.tiles.in_fewer_calls`.
+        joins: kinds of joined tiles that it takes, see `cp_engine.algebra.tiles.in_fewer_calls`.
         merge: what makes its partial results one; None: torch operations in float32, by lse.
     """
 

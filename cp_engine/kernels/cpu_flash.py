@@ -8,9 +8,9 @@ lse 0 instead of -inf where nothing is visible.
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import Call, Limits
 from cp_engine.kernels.operands import additive_mask, cut, is_empty, nothing_seen, padded, unseen
-from cp_engine.tiles import Tile
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

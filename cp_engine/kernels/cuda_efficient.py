@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import Call, Limits
 from cp_engine.kernels.operands import (
     ALIGNED_BYTES,
@@ -16,7 +17,6 @@ from cp_engine.kernels.operands import (
     rounded,
     unseen,
 )
-from cp_engine.tiles import Tile
 
 _forward = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import Call, Limits
 from cp_engine.kernels.cuda_efficient import CUDAEfficient
 from cp_engine.kernels.operands import cut, is_empty, nothing_seen, padded, rounded
-from cp_engine.tiles import Tile
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch.nn.attention.flex_attention import BlockMask
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import Call, Limits
 from cp_engine.kernels.operands import cut, is_empty, nothing_seen, padded, without_autocast
-from cp_engine.tiles import Tile
 
 BLOCK = 128
 """Queries and keys of one block: a block that nobody sees is skipped, one that all see needs no mask."""

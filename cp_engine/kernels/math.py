@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import Call, Limits, band_mask
 from cp_engine.kernels.operands import without_autocast
-from cp_engine.tiles import Tile
 
 ROWS = 1024
 """Queries per block: scores take ROWS x keys elements per head, never queries x keys."""

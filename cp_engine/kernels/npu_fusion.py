@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile, Tiling
+from cp_engine.kernels.ascend.layouts import COPIES
+from cp_engine.kernels.ascend.operators import COMPRESSED, accepts, registered
 from cp_engine.kernels.base import Call, Limits, band_mask
 from cp_engine.kernels.operands import is_empty, nothing_seen
-from cp_engine.npu.layouts import COPIES
-from cp_engine.npu.operators import COMPRESSED, accepts, registered
-from cp_engine.tiles import Tile, Tiling
 
 FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
 SEQUENCES = 1024

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cp_engine.algebra.tiles import Tile
 from cp_engine.kernels.base import band_mask
-from cp_engine.tiles import Tile
 
 ALIGNED_BYTES = 16
 """Fused CUDA kernels load rows in vectors of this many bytes: every row starts at a multiple of it.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from cp_engine.layout import Layout, contiguous, cut
-from cp_engine.plan import Passed, Refused, State
+from cp_engine.algebra.layout import Layout, contiguous, cut
+from cp_engine.plan.ir import Passed, Refused, State
 from cp_engine.primitives.exchange import Exchange
 
 DIMS = ("sequence", "heads")

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cp_engine.algebra.index_set import IndexSet
+from cp_engine.algebra.layout import Layout, cut_by, joined
+from cp_engine.algebra.shape import WITHOUT_GRADIENT, counts
+from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
-from cp_engine.foreign import Faulty, require
-from cp_engine.index_set import IndexSet
-from cp_engine.layout import Layout, cut_by, joined
-from cp_engine.operation import ExchangeOperation, Operation
-from cp_engine.plan import Cost, Passed, Plan, PlannedStep, Refused, State, Step, require_layout
-from cp_engine.redistribute import Target
-from cp_engine.shape import WITHOUT_GRADIENT, counts
-from cp_engine.transfer import Table, Transfer
+from cp_engine.exchange.foreign import Faulty, require
+from cp_engine.exchange.operation import ExchangeOperation, Operation
+from cp_engine.exchange.redistribute import Target
+from cp_engine.plan.ir import Cost, Passed, Plan, PlannedStep, Refused, State, Step, require_layout
 
 PACKED_BYTES = 1 << 20
 """Up to this many bytes per rank, one collective for all tensors costs less than one each; above it, an extra copy of a large

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.index_set import IndexSet
+from cp_engine.algebra.layout import Layout
+from cp_engine.algebra.shape import BYTES, counts
+from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import CoverageError
-from cp_engine.index_set import IndexSet
-from cp_engine.layout import Layout
-from cp_engine.operation import Moving, Operation, Saved, Sketch, Sketches
-from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State, Step
-from cp_engine.redistribute import Target
-from cp_engine.shape import BYTES, counts
-from cp_engine.transfer import Transfer
-from cp_engine.values import Values
+from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.operation import Moving, Operation, Saved, Sketch, Sketches
+from cp_engine.exchange.redistribute import Target
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State, Step
 
 
 @dataclass(frozen=True, kw_only=True)

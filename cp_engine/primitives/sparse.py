@@ -13,12 +13,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cp_engine.algebra.layout import Layout, cut_by, joined
+from cp_engine.algebra.shape import INDEX, counts
+from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
-from cp_engine.layout import Layout, cut_by, joined
-from cp_engine.operation import Operation
-from cp_engine.plan import Cost, Plan, PlannedStep, Refused, State
+from cp_engine.exchange.operation import Operation
+from cp_engine.exchange.redistribute import Redistribution, Target
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
-from cp_engine.primitives.selection import (
+from cp_engine.primitives.sparse_operation import Beside, LearnOperation, SelectOperation, SparseOperation
+from cp_engine.primitives.sparse_rules import (
     SparseStep,
     cost,
     require_absorbed,
@@ -28,10 +32,6 @@ from cp_engine.primitives.selection import (
     sights,
     triples,
 )
-from cp_engine.redistribute import Redistribution, Target
-from cp_engine.shape import INDEX, counts
-from cp_engine.sparse import Beside, LearnOperation, SelectOperation, SparseOperation
-from cp_engine.transfer import Table, Transfer
 
 
 @dataclass(frozen=True, kw_only=True)

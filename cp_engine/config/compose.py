@@ -1,0 +1,94 @@
+"""Compose: the configuration of a preset, by Hydra, from inside any program."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from cp_engine.config.references import require_bounded
+from cp_engine.config.shipped import conf_dir
+from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.job.user_folder import composing, shadows
+
+OF_CP = re.compile(r"(\+\+|\+|~)?(cp\.|[\w/]+@cp\.)")
+"""Overrides that change the composition: `cp.key=...` and `group@cp.key=...`."""
+
+
+def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> dict[str, object]:
+    """The `cp` node of a preset, as plain data.
+
+    Args:
+        preset: a file name in `cp/`, without its ending.
+        overrides: as on the command line.
+        config_dir: a folder whose groups are searched after the shipped ones.
+
+    Returns:
+        Mappings, lists and values; `???` where a required value is missing.
+
+    Raises:
+        ConfigError: no such preset, or an override that does not apply.
+    """
+    problems = [_not_of_cp(o) for o in overrides if not OF_CP.match(o)]
+    if config_dir is not None and not os.path.isdir(config_dir):
+        problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
+    elif preset not in presets(config_dir):
+        problems.append(_no_preset(preset, config_dir))
+    else:
+        problems += shadows(Path(config_dir)) if config_dir is not None else []
+    if problems:
+        raise ConfigError(problems, f"cp={preset}")
+    try:
+        with composing(config_dir):
+            node = hydra_compose("config", [f"cp={preset}", *overrides])
+            composed = plain(node)["cp"]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([Problem(key="overrides", what=" ".join(str(error).split()))], f"cp={preset}") from error
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def plain(composed: DictConfig) -> dict[str, object]:
+    """The configuration as plain containers, interpolations resolved.
+
+    Raises:
+        ConfigError: if an interpolation has no target, or too large a one.
+    """
+    require_bounded(OmegaConf.to_container(composed, resolve=False))
+    try:
+        config = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([Problem(key=error.full_key or "configuration", what=str(error).splitlines()[0])]) from error
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items()}
+
+
+def presets(config_dir: str | Path | None = None) -> list[str]:
+    """The names of all presets."""
+    return options("cp", [conf_dir(), *([Path(config_dir)] if config_dir is not None else [])])
+
+
+def options(group: str, folders: Sequence[Path]) -> list[str]:
+    """The files of a group, in any of some configuration folders."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def groups(folders: Sequence[Path]) -> list[str]:
+    """The groups of some configuration folders."""
+    return sorted({path.name for folder in folders for path in folder.iterdir() if any(path.glob("*.yaml"))})
+
+
+def _no_preset(preset: str, config_dir: str | Path | None) -> Problem:
+    names = presets(config_dir)
+    near = suggest(preset, names)
+    allowed = (("allowed", ", ".join(names)),)
+    return Problem(key="cp", what=f"there is no preset {preset!r}", details=allowed, tries=(near,) if near else ())
+
+
+def _not_of_cp(override: str) -> Problem:
+    rule = ("rule", "overrides change the composition; mask, shape and device are arguments of compile")
+    return Problem(key="overrides", what=f"{override!r} is no key of cp", details=(rule,))

@@ -1,5 +1,0 @@
-"""Training text: what is already on every machine, or a folder of JSON-lines files."""
-
-from cp_engine.data.sources import check, dataset_of, documents, place_of, tokenizer_problems
-
-__all__ = ["check", "dataset_of", "documents", "place_of", "tokenizer_problems"]

@@ -1,0 +1,1 @@
+"""Exchange: moves tensors between ranks. Imports `algebra` and what is below."""

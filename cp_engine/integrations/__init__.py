@@ -1,1 +1,0 @@
-"""Hosts that the engine can run in."""

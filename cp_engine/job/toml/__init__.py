@@ -1,0 +1,1 @@
+"""TOML: files of torchtitan and torchtitan-npu as configurations, and back. Of `job` it imports `checks`."""

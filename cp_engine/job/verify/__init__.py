@@ -1,0 +1,1 @@
+"""Verify: a composition against dense attention, and against torchtitan alone. Of `job` it imports `checks` and `launch`."""

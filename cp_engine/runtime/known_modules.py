@@ -1,0 +1,78 @@
+"""Sites: the attention modules that the engine knows, and what tensors each brings."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from cp_engine.errors import CallError, Problem
+from cp_engine.hosts.torchtitan.attention import read_flex, read_latent, read_varlen
+from cp_engine.hosts.torchtitan.npu_attention import read_absorbed
+from cp_engine.runtime.attach import Binding
+from cp_engine.runtime.call import read_qkv
+from cp_engine.runtime.sparse_attention import TENSORS, read_sparse
+
+QKV = ("q", "k", "v")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A class of attention modules.
+
+    Args:
+        module, name: where the class is; it is known by name, so that no host is imported.
+        binding: how its calls are read.
+        brings: the tensors of a call.
+        shown: how a person imports it, where that is another name.
+    """
+
+    module: str
+    name: str
+    binding: Binding
+    brings: tuple[str, ...]
+    shown: str = ""
+
+
+SITES = (
+    Known("cp_engine.runtime.call", "Attention", read_qkv, QKV, "cp_engine.Attention"),
+    Known("cp_engine.runtime.sparse_attention", "SparseAttention", read_sparse, TENSORS),
+    Known("torchtitan.models.attention", "ScaledDotProductAttentionWrapper", read_qkv, QKV),
+    Known("torchtitan.models.attention", "FlexAttentionWrapper", read_flex, QKV),
+    Known("torchtitan.models.attention", "VarlenAttentionWrapper", read_varlen, QKV),
+    Known("torchtitan.models.deepseek_v3.model.model", "Attention", read_latent, ("q", "kv_latent", "k_rope")),
+    Known("torchtitan_npu.models.deepseek_v32.model.model", "DSV32_SDPA", read_absorbed, TENSORS),
+    Known("torchtitan_npu.converters.kernels.fusion_attention", "NPUFusionAttention", read_qkv, QKV),
+)
+
+
+def find(modules: Iterable[nn.Module], inputs: Sequence[str]) -> list[tuple[nn.Module, Binding]]:
+    """The attention modules at or below some modules whose calls bring some tensors, each once.
+
+    Args:
+        modules: models, or attention modules themselves.
+        inputs: the tensors that a plan begins with.
+
+    Returns:
+        Modules, and how their calls are read.
+
+    Raises:
+        CallError: there is none below one of them.
+    """
+    found: dict[int, tuple[nn.Module, Binding]] = {}
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            what = f"is given {type(module).__name__}, which is no module"
+            raise CallError([Problem(key="context", what=what)])
+        below = {id(m): (m, s.binding) for m in module.modules() if (s := site_of(m, inputs)) is not None}
+        if not below:
+            known = ", ".join(s.shown or f"{s.module}.{s.name}" for s in SITES if set(s.brings) == set(inputs))
+            what = f"{type(module).__name__} has no attention module that brings {', '.join(inputs)}"
+            raise CallError([Problem(key="context", what=what, details=(("accepted", known or "none is known"),))])
+        found.update(below)
+    return list(found.values())
+
+
+def site_of(module: nn.Module, inputs: Sequence[str]) -> Known | None:
+    """What the engine knows about a module, if its calls bring just these tensors."""
+    names = {(c.__module__, c.__qualname__) for c in type(module).__mro__}
+    return next((s for s in SITES if (s.module, s.name) in names and set(s.brings) == set(inputs)), None)

@@ -1,9 +1,0 @@
-"""Where the configuration that ships lies."""
-
-from pathlib import Path
-
-
-def conf_dir() -> Path:
-    """The shipped configuration: inside the package in a wheel, beside it in a checkout."""
-    inside = Path(__file__).parent / "conf"
-    return inside if inside.is_dir() else Path(__file__).parents[1] / "conf"
