@@ -18,13 +18,15 @@ from cp_engine.exchange.redistribute import Redistribution
 from cp_engine.job.verify.attention import in_one_process
 from cp_engine.kernels import math as math_kernel
 from cp_engine.kernels import tiled
-from cp_engine.plan.ir import Plan, PlannedStep, State
+from cp_engine.plan.ir import Plan, PlannedStep
+from cp_engine.plan.state import State
+from cp_engine.plan.token_layout import Order
 from cp_engine.primitives import dense_operation
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.dense import Dense
 from cp_engine.primitives.dense_operation import AttendOperation, LocalBlocks, TravellingBlocks
 from cp_engine.primitives.expand import ExpandOperation
-from cp_engine.primitives.layouts import Contiguous, Order, Striped, Zigzag
+from cp_engine.primitives.layouts import Contiguous, Striped, Zigzag
 from cp_engine.runtime import program
 from tests.helpers import (
     CAUSAL,

@@ -14,7 +14,8 @@ from cp_engine.algebra.transfer import Transfer
 from cp_engine.job import explain
 from cp_engine.job.verify import reference
 from cp_engine.plan.cost import totals
-from cp_engine.primitives.layouts import Balanced, Contiguous, Order, Striped, Zigzag
+from cp_engine.plan.token_layout import Order
+from cp_engine.primitives.layouts import Balanced, Contiguous, Striped, Zigzag
 from tests.helpers import assert_equals_reference, index_set, index_sets, masks, partitions, plan_of, small
 
 ONE_AXIS = {n: Mesh(axes=("a",), sizes=(n,)) for n in (1, 2, 4)}

@@ -10,8 +10,9 @@ from cp_engine.algebra.layout import Layout, Mesh
 from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CoverageError, LayoutError
 from cp_engine.plan.cost import totals
-from cp_engine.plan.ir import Plan, State
-from cp_engine.plan.prove import Composition, prove
+from cp_engine.plan.ir import Composition, Plan
+from cp_engine.plan.prove import prove
+from cp_engine.plan.state import State
 from cp_engine.primitives import exchange
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.dense import Dense

@@ -15,8 +15,8 @@ HEAD = """
 from dataclasses import dataclass, field
 from cp_engine.algebra.index_set import IndexSet, Run, union, whole
 from cp_engine.algebra.layout import Layout, contiguous
-from cp_engine.plan.ir import Refused
-from cp_engine.primitives.table import Order
+from cp_engine.plan.state import Refused
+from cp_engine.plan.token_layout import Order
 from cp_engine.primitives.exchange import Exchange
 """
 ORDER = """
@@ -104,7 +104,7 @@ def test_a_fault_is_all_that_a_user_reads(install: Install, command: Callable[..
         "PrimitiveError: 1 problem in cp=allgather_kv",
         "  1. cp.layout  Mine.deal raised ZeroDivisionError: integer division or modulo by zero (my_steps.py:14 in deal)",
         "     of    my_steps.Mine, of my-steps 1.2",
-        "     rule  a primitive refuses what it cannot do by raising cp_engine.plan.ir.Refused",
+        "     rule  a primitive refuses what it cannot do by raising cp_engine.plan.state.Refused",
         "     see   docs/configuration.md, Primitives of one's own",
     ]
 

@@ -24,7 +24,7 @@ from cp_engine.job.verify.attention import inputs_of
 from cp_engine.plan.cost import totals
 from cp_engine.plan.ir import Plan
 from cp_engine.plan.prove import prove
-from cp_engine.primitives.table import Order
+from cp_engine.plan.token_layout import Order
 from cp_engine.runtime.memory import peak
 from cp_engine.runtime.program import Program
 from tests.helpers import (

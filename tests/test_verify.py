@@ -18,7 +18,8 @@ from cp_engine.config.composition import read
 from cp_engine.errors import LayoutError
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
-from cp_engine.plan.prove import Composition, prove
+from cp_engine.plan.ir import Composition
+from cp_engine.plan.prove import prove
 from tests.helpers import PRESETS, begins_with_latent, fitting, plan_of, shipped, small, varied
 
 HEADS = {

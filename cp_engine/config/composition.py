@@ -10,9 +10,9 @@ from cp_engine.algebra.mask import Mask, is_from_call, mask_of
 from cp_engine.algebra.shape import BYTES, Shape
 from cp_engine.config.reader import Reader
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.plan.ir import Plan, Step, used_axes
+from cp_engine.plan.ir import Composition, Plan, Step, used_axes
 from cp_engine.plan.mask_per_call import require_any_mask
-from cp_engine.plan.prove import Composition, prove
+from cp_engine.plan.prove import prove
 
 RECOMPUTE = ("all", "skip_attention")
 """What activation checkpointing may repeat."""

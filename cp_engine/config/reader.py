@@ -9,7 +9,8 @@ from cp_engine.errors import SHOWN, Problem, letters, suggest
 from cp_engine.exchange.foreign import calling, named
 from cp_engine.job.checks.keys import shown
 from cp_engine.plan.ir import Step
-from cp_engine.primitives.table import Order, installed
+from cp_engine.plan.token_layout import Order
+from cp_engine.primitives.table import installed
 
 P = TypeVar("P", Order, Step)
 

@@ -51,7 +51,7 @@ def calling(primitive: object, method: str) -> Iterator[None]:
     except Exception as error:
         if not is_foreign(primitive):
             raise
-        rule = "a primitive refuses what it cannot do by raising cp_engine.plan.ir.Refused"
+        rule = "a primitive refuses what it cannot do by raising cp_engine.plan.state.Refused"
         raise Faulty(primitive, method, f"raised {raised(error)}", rule) from error
 
 

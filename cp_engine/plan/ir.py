@@ -1,110 +1,24 @@
-"""Plan: what a composition does, step by step, for every rank; equal on all ranks and made without a device or a process group."""
+"""The composition and its plan: layouts and transfers of every rank, equal on all ranks, without a device or a process group."""
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, Mesh
 from cp_engine.algebra.mask import Mask
-from cp_engine.algebra.shape import BYTES, WITHOUT_GRADIENT, Shape, part_of
+from cp_engine.algebra.shape import BYTES, MADE, WITHOUT_GRADIENT, Shape, part_of
 from cp_engine.algebra.transfer import Table, Transfer
-from cp_engine.errors import CPError, LayoutError, Reason
 from cp_engine.exchange.foreign import Faulty, calling, named, require
+from cp_engine.plan.state import State
+from cp_engine.plan.token_layout import Order
 
 if TYPE_CHECKING:
     from cp_engine.exchange.operation import Operation
     from cp_engine.exchange.redistribute import Target
-    from cp_engine.plan.prove import Composition
-
-
-class Refused(Reason):
-    """The bare reason why a step cannot be; the step loop adds its key and the layouts.
-
-    Args:
-        what: the fact, with both numbers.
-        rule: the rule in one sentence.
-        details: further labelled lines.
-        tries: lines that can be pasted; `{key}` becomes the step's dotted key.
-        kind: which error the user sees.
-        rank: the rank whose layouts the message shows; None is the second, where a remainder or a shift is seen.
-        shows: the tensors whose layouts it shows, where they exist.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        rule: str,
-        details: Sequence[tuple[str, str]] = (),
-        tries: Sequence[str] = (),
-        kind: type[CPError] = LayoutError,
-        rank: int | None = None,
-        shows: Sequence[str] = ("q", "k", "out"),
-    ) -> None:
-        super().__init__(what)
-        self.what, self.rule, self.details, self.tries = what, rule, tuple(details), tuple(tries)
-        self.kind, self.rank, self.shows = kind, rank, tuple(shows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Passed:
-    """An exchange that a tensor went through: the step's name, its axes and the layout before it.
-
-    Args:
-        whole: the field and value with which it would have left nothing out; empty where it left nothing out.
-    """
-
-    step: str
-    axes: tuple[str, ...]
-    before: Layout
-    whole: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What is known between two steps.
-
-    Args:
-        layouts: tensor -> layout now.
-        history: tensor -> exchanges that it went through and that no `undo` has taken back.
-    """
-
-    mesh: Mesh
-    shape: Shape
-    mask: Mask
-    layouts: Mapping[str, Layout]
-    history: Mapping[str, tuple[Passed, ...]] = field(default_factory=dict)
-
-    def layout(self, tensor: str) -> Layout:
-        """The layout of a tensor now."""
-        if tensor not in self.layouts:
-            raise Refused(
-                f"there is no tensor {tensor!r} before this step",
-                rule="a step moves tensors that the call brings or an earlier step makes",
-                details=(("tensors", ", ".join(self.layouts)),),
-            )
-        return self.layouts[tensor]
-
-
-def require_layout(step: object, method: str, layout: object, state: State) -> None:
-    """A layout that a step made is one of this mesh and this call; raises Faulty."""
-    rule = "a Layout has the positions and the heads of each rank, out of the whole sequence and all heads"
-    require(step, method, layout, Layout, rule)
-    assert isinstance(layout, Layout)
-    for dim, size in (("sequence", state.shape.sequence), ("heads", state.shape.heads)):
-        sets = layout.of(dim)
-        if len(sets) != state.mesh.degree:
-            raise Faulty(step, method, f"returned {len(sets)} shares of {dim} for {state.mesh.degree} ranks", rule)
-        for held in sets:
-            require(step, method, held, IndexSet, rule)
-            if held.size != size:
-                raise Faulty(step, method, f"returned a share of {held.size} {dim}, and there are {size}", rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +70,11 @@ class Step(ABC):
     def deals_by_mask(self) -> bool:
         """Whether the order in which the step deals tokens follows from the mask."""
         return False
+
+    @property
+    def takes_back(self) -> str:
+        """The name of the step whose exchange this one takes back."""
+        return ""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -236,6 +155,37 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Composition:
+    """A strategy as typed data, before any shape is known.
+
+    Args:
+        name: for people.
+        mesh: axes, major first.
+        layout: how the model's tokens are dealt.
+        steps: in the order in which they run.
+        recompute: what activation checkpointing repeats.
+        pipeline: head groups that run one after the other.
+    """
+
+    name: str
+    mesh: Mesh
+    layout: Order
+    steps: tuple[Step, ...]
+    recompute: str
+    pipeline: int = 1
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Tensors that the call brings: those that a step needs and no earlier one makes, q first."""
+        made: set[str] = set()
+        needed: list[str] = []
+        for step in self.steps:
+            needed += [t for t in (*step.consumes, *step.uses) if t not in (*made, *MADE)]
+            made |= set(step.makes)
+        return tuple(sorted(dict.fromkeys(needed or ("q", "k", "v")), key=lambda t: t != "q"))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A proved composition: layouts, transfers and tiles follow from it and from nothing else.
 
@@ -265,7 +215,7 @@ class Plan:
     recompute: str = "all"
     pipeline: int = 1
     is_mask_from_call: bool = False
-    composition: "Composition | None" = field(default=None, compare=False, repr=False)
+    composition: Composition | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def part(self) -> Shape:

@@ -2,7 +2,6 @@
 
 from cp_engine.errors import LayoutError, Problem
 from cp_engine.plan.ir import Plan
-from cp_engine.primitives.table import Undo
 
 
 def require_any_mask(plan: Plan) -> None:
@@ -24,7 +23,7 @@ def require_any_mask(plan: Plan) -> None:
         what = f"{layout.kind} deals tokens by their work, and the mask comes with each call, after that"
         tries = ("layout@cp.layout=zigzag", "'mask.starts=[0,...]'")
         problems.append(Problem(key="cp.layout", what=what, tries=tries))
-    taken_back = {step.of for step in composition.steps if isinstance(step, Undo) and "out" in step.tensors}
+    taken_back = {s.takes_back for s in composition.steps if "out" in getattr(s, "tensors", ())}
     for step in composition.steps:
         if step.deals_by_mask and step.name not in taken_back:
             what = (

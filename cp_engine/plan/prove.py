@@ -5,51 +5,19 @@
 3. returned      out ends in the layout in which q came                                        (prove)
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import gcd
 
 from cp_engine.algebra.index_set import IndexSet, union, whole
-from cp_engine.algebra.layout import Layout, Mesh
+from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.mask import Mask
-from cp_engine.algebra.shape import LATENT, MADE, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
+from cp_engine.algebra.shape import LATENT, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
 from cp_engine.algebra.transfer import Transfer
-from cp_engine.errors import CoverageError, CPError, LayoutError, Problem
+from cp_engine.errors import CoverageError, LayoutError, Problem
 from cp_engine.exchange.foreign import Faulty, calling, is_foreign, named, require
-from cp_engine.plan.ir import Plan, PlannedStep, Refused, State, Step, require_layout
-from cp_engine.primitives.table import Order
-
-
-@dataclass(frozen=True, kw_only=True)
-class Composition:
-    """A strategy as typed data, before any shape is known.
-
-    Args:
-        name: for people.
-        mesh: axes, major first.
-        layout: how the model's tokens are dealt.
-        steps: in the order in which they run.
-        recompute: what activation checkpointing repeats.
-        pipeline: head groups that run one after the other.
-    """
-
-    name: str
-    mesh: Mesh
-    layout: Order
-    steps: tuple[Step, ...]
-    recompute: str
-    pipeline: int = 1
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Tensors that the call brings: those that a step needs and no earlier one makes, q first."""
-        made: set[str] = set()
-        needed: list[str] = []
-        for step in self.steps:
-            needed += [t for t in (*step.consumes, *step.uses) if t not in (*made, *MADE)]
-            made |= set(step.makes)
-        return tuple(sorted(dict.fromkeys(needed or ("q", "k", "v")), key=lambda t: t != "q"))
-
+from cp_engine.plan.ir import Composition, Plan, PlannedStep, Step
+from cp_engine.plan.refusals import not_returned, refusal, source
+from cp_engine.plan.state import Refused, State, require_layout
 
 RULES = (
     "only a model with an indexer selects keys",
@@ -74,7 +42,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     mesh, inputs = composition.mesh, composition.inputs
     _require_inputs(composition, inputs, shape)
     part = part_of(shape, composition.pipeline)
-    with named("cp.layout", _source(composition)), calling(composition.layout, "spread"):
+    with named("cp.layout", source(composition)), calling(composition.layout, "spread"):
         sequence = composition.layout.spread(mesh, shape.sequence, mask)
     entry = Layout(sequence, (whole(part.heads),) * mesh.degree)
     state = State(mesh=mesh, shape=part, mask=mask, layouts=dict.fromkeys(inputs, entry))
@@ -87,7 +55,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
             if "out" in state.layouts and "out" not in before.layouts:
                 one_copy(state.layouts["out"], part)
         except Refused as refused:
-            raise _error(refused, step, composition, before, shape) from None
+            raise refusal(refused, step, composition, before, shape) from None
         planned.append(
             PlannedStep(
                 step=step, before=tuple(before.layouts.items()), after=tuple(state.layouts.items()), transfers=transfers
@@ -102,10 +70,10 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
                     details=(("rule", "a composition attends once"),),
                 )
             ],
-            _source(composition),
+            source(composition),
         )
     if state.layouts["out"] != entry:
-        raise CoverageError([_not_returned(state, entry, composition)], _source(composition))
+        raise CoverageError([not_returned(state, entry, composition)], source(composition))
     _require_gradients(composition)
     return Plan(
         name=composition.name,
@@ -127,7 +95,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
 def _inferred(step: Step, state: State, composition: Composition) -> tuple[State, tuple[Transfer, ...]]:
     """The state after a step and its transfers, whatever package the step is of; raises Refused, or PrimitiveError."""
     rule = "infer returns the State after the step, and a tuple of Transfers"
-    with named(f"cp.steps.{step.name}", _source(composition)), calling(step, "infer"):
+    with named(f"cp.steps.{step.name}", source(composition)), calling(step, "infer"):
         found = step.infer(state)
         if is_foreign(step):
             require(step, "infer", found, tuple, rule)
@@ -167,7 +135,7 @@ def _require_gradients(composition: Composition) -> None:
                 rule = ("rule", "a tensor is moved for a step that computes with it")
                 problems.append(Problem(key=f"cp.steps.{step.name}.tensors", what=what, details=(rule,)))
     if problems:
-        raise LayoutError(problems, _source(composition))
+        raise LayoutError(problems, source(composition))
 
 
 def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shape) -> None:
@@ -210,7 +178,7 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
             )
         )
     if problems:
-        raise LayoutError(problems, _source(composition))
+        raise LayoutError(problems, source(composition))
 
 
 def _maker(composition: Composition, tensor: str) -> str:
@@ -241,70 +209,3 @@ def one_copy(out: Layout, shape: Shape) -> None:
             raise Refused(
                 f"heads {heads}: queries are computed twice: {error}", rule=rule, kind=CoverageError
             ) from None
-
-
-def describe(layout: Layout, mesh: Mesh, rank: int) -> str:
-    """What one rank holds, for an error message."""
-    return f"sequence {layout.sequence[rank]}, heads {layout.heads[rank]} at {mesh.coordinate(rank)}"
-
-
-def _error(refused: Refused, step: Step, composition: Composition, state: State, shape: Shape) -> CPError:
-    key = f"cp.steps.{step.name}"
-    names = [s.name for s in composition.steps]
-    here = names.index(step.name)
-    free = next(name for name in ("added", *(f"added_{i}" for i in range(1, len(names) + 1))) if name not in names)
-    words = {
-        "{key}": key,
-        "{name}": step.name,
-        "{free}": free,
-        "{with}": ",".join([*names[:here], free, *names[here:]]),
-        "{without}": ",".join(n for n in names if n != step.name),
-    }
-    rank = min(1, state.mesh.degree - 1) if refused.rank is None else refused.rank
-    shown = [(tensor, layout) for tensor, layout in state.layouts.items() if tensor in refused.shows]
-    layouts = [
-        ("layout" if i == 0 else "", f"{tensor} holds {describe(layout, state.mesh, rank)}")
-        for i, (tensor, layout) in enumerate(shown)
-    ]
-    mesh = " ".join(f"{a}={s}" for a, s in zip(state.mesh.axes, state.mesh.sizes, strict=True)) or "of one rank"
-    at = f"{key} ({step.kind})   mesh {mesh}   mask {state.mask.kind}   sequence={shape.sequence}"
-    problem = Problem(
-        key=key,
-        what=str(refused),
-        details=(("at", at), *refused.details, *layouts, ("rule", refused.rule)),
-        tries=tuple(_filled(t, words) for t in refused.tries),
-    )
-    return refused.kind([problem], _source(composition))
-
-
-def _filled(line: str, words: Mapping[str, str]) -> str:
-    for word, value in words.items():
-        line = line.replace(word, value)
-    return line
-
-
-def _not_returned(state: State, entry: Layout, composition: Composition) -> Problem:
-    out, rank = state.layouts["out"], min(1, state.mesh.degree - 1)
-    left = state.history.get("out", ())
-    tries: Sequence[str] = ()
-    if left:
-        back = f"{left[-1].step}_back"
-        order = ",".join([*(s.name for s in composition.steps), back])
-        tries = (
-            f"+collective@cp.steps.{back}=undo cp.steps.{back}.of={left[-1].step} 'cp.steps.{back}.tensors=[out]' 'cp.order=[{order}]'",
-        )
-    return Problem(
-        key="cp.order",
-        what="out does not end in the layout in which q came"
-        + (f": {', '.join(p.step for p in left)} is not taken back" if left else ""),
-        details=(
-            ("layout", f"q came with  {describe(entry, state.mesh, rank)}"),
-            ("", f"out ends with {describe(out, state.mesh, rank)}"),
-            ("rule", "the model gets its result where its queries were"),
-        ),
-        tries=tuple(tries),
-    )
-
-
-def _source(composition: Composition) -> str:
-    return f"cp={composition.name}"

@@ -1,9 +1,10 @@
-"""Collectives: all_to_all cuts one dim and joins another, all_gather joins one, undo takes an exchange back."""
+"""Collectives: all_to_all cuts one dim and joins another, all_gather joins one, reorder deals tokens anew, undo takes back."""
 
 from dataclasses import dataclass, field, replace
 
 from cp_engine.algebra.layout import Layout, contiguous, cut
-from cp_engine.plan.ir import Passed, Refused, State
+from cp_engine.plan.state import Passed, Refused, State
+from cp_engine.plan.token_layout import Order
 from cp_engine.primitives.exchange import Exchange
 
 DIMS = ("sequence", "heads")
@@ -105,6 +106,10 @@ class Undo(Exchange):
     kind = "undo"
     of: str = field(metadata={"is_step": True})
 
+    @property
+    def takes_back(self) -> str:
+        return self.of
+
     def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
         return self._taken_back(state, tensor).axes
 
@@ -129,3 +134,40 @@ class Undo(Exchange):
                 tries=(f"{{key}}.of={history[-1].step}",),
             )
         return history[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reorder(Exchange):
+    """Deals tensors in another order for attention only: seq in one order -> seq in another; `undo` brings the result back.
+
+    Args:
+        to: the other order, and the axes that it cuts first (None: all of `over`).
+        over: the axes whose ranks exchange tokens; None is all of them.
+    """
+
+    kind = "reorder"
+    to: Order = field(metadata={"is_order": True})
+    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
+
+    @property
+    def used_axes(self) -> tuple[str, ...]:
+        return self.over or ()
+
+    @property
+    def deals_by_mask(self) -> bool:
+        return self.to.looks_at_mask
+
+    def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
+        return state.mesh.axes if self.over is None else self.over
+
+    def destination(self, state: State, tensor: str) -> Layout:
+        axes = self.axes_of(state, tensor)
+        first = axes if self.to.over is None else self.to.over
+        if not set(first) <= set(axes):
+            raise Refused(
+                f"to deals over {', '.join(first)}, and the ranks exchange tokens along {', '.join(axes)}",
+                rule="tokens are dealt over axes whose ranks exchange them",
+                tries=(f"'{{key}}.over=[{','.join(a for a in state.mesh.axes if a in {*first, *axes})}]'",),
+            )
+        together = self.joined(state, tensor, "sequence", axes)
+        return state.layout(tensor).replaced("sequence", self.to.divide(state.mesh, together, axes, state.mask))

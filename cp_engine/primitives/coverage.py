@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cp_engine.algebra.index_set import whole
 from cp_engine.algebra.layout import Layout, cut_by, joined
 from cp_engine.errors import CoverageError
-from cp_engine.plan.ir import Refused, State
+from cp_engine.plan.state import Refused, State
 
 
 def together(state: State, tensors: Sequence[str], rule: str) -> None:

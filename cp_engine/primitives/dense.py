@@ -14,7 +14,8 @@ from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Target, sizes
 from cp_engine.kernels.registry import KERNELS, Call, Kernel, choose, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index
-from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
+from cp_engine.plan.state import Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
 from cp_engine.primitives.dense_operation import AttendOperation, Level, LocalBlocks, TravellingBlocks
 

@@ -13,7 +13,8 @@ from cp_engine.errors import CoverageError
 from cp_engine.exchange.foreign import Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
 from cp_engine.exchange.redistribute import Target
-from cp_engine.plan.ir import Cost, Passed, Plan, PlannedStep, Refused, State, Step, require_layout
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
+from cp_engine.plan.state import Passed, Refused, State, require_layout
 
 PACKED_BYTES = 1 << 20
 """Up to this many bytes per rank, one collective for all tensors costs less than one each; above it, an extra copy of a large

@@ -20,7 +20,8 @@ from cp_engine.errors import CoverageError
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import Moving, Operation, Saved, Sketch, Sketches
 from cp_engine.exchange.redistribute import Target
-from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
+from cp_engine.plan.state import Refused, State
 
 
 @dataclass(frozen=True, kw_only=True)

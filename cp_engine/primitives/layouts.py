@@ -7,72 +7,12 @@ striped           0 2 4 6          1 3 5 7
 balanced          by work, from the mask: as zigzag or better, for any mask
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from cp_engine.algebra.index_set import IndexSet, shares, union, whole
-from cp_engine.algebra.layout import Layout, Mesh, contiguous, cut
+from cp_engine.algebra.layout import contiguous
 from cp_engine.algebra.mask import Mask
-from cp_engine.exchange.foreign import Faulty, calling, is_foreign, require
-from cp_engine.plan.ir import Refused, State
-from cp_engine.primitives.exchange import Exchange
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order(ABC):
-    """How positions are dealt.
-
-    Args:
-        over: the axes that cut with this order, first and numbered major first; None is all of them. The others then cut contiguously.
-    """
-
-    kind: ClassVar[str]
-    looks_at_mask: ClassVar[bool] = False
-    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
-
-    @abstractmethod
-    def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
-        """One share per rank; the shares partition `held`."""
-
-    def spread(self, mesh: Mesh, size: int, mask: Mask) -> tuple[IndexSet, ...]:
-        """The positions of each rank's tokens; together they partition the sequence.
-
-        Args:
-            mesh: all axes.
-            size: global sequence length in tokens.
-            mask: what queries may see, for orders that look at the work.
-        """
-        return self.divide(mesh, [whole(size)] * mesh.degree, mesh.axes, mask)
-
-    def divide(self, mesh: Mesh, held: Sequence[IndexSet], axes: Sequence[str], mask: Mask) -> tuple[IndexSet, ...]:
-        """Each rank's share of what its group along `axes` holds in common: dealt over `over` first, the rest contiguously."""
-        first = axes if self.over is None else self.over
-        dealt = cut(mesh, held, first, lambda common, ranks: self._dealt(common, ranks, mask))
-        return cut(mesh, dealt, tuple(a for a in axes if a not in first), contiguous)
-
-    def _dealt(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
-        """`deal`, and that its shares partition what was held."""
-        with calling(self, "deal"):
-            shares = self.deal(held, ranks, mask)
-        if is_foreign(self):
-            rule = "deal returns one IndexSet for each rank, which together hold every position once"
-            require(self, "deal", shares, Sequence, rule)
-            if len(shares) != ranks:
-                raise Faulty(self, "deal", f"returned {len(shares)} shares for {ranks} ranks", rule)
-            for share in shares:
-                require(self, "deal", share, IndexSet, rule)
-            try:
-                together = union(shares, held.size)
-            except ValueError as error:
-                raise Faulty(self, "deal", f"gave a position to two ranks: {error}", rule) from error
-            if sorted(together) != sorted(held):
-                raise Faulty(self, "deal", f"dealt {together}, and {held} was held", rule)
-        return shares
-
-    def __str__(self) -> str:
-        return self.kind + (f" over {', '.join(self.over)}" if self.over is not None else "")
+from cp_engine.plan.token_layout import Order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,40 +78,3 @@ class Balanced(Order):
                 load[rank] += work[i]
                 dealt[rank].append(chunks[i])
         return [union(sets, held.size) for sets in dealt]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reorder(Exchange):
-    """Deals tensors in another order for attention only: seq in one order -> seq in another; `undo` brings the result back.
-
-    Args:
-        to: the other order, and the axes that it cuts first (None: all of `over`).
-        over: the axes whose ranks exchange tokens; None is all of them.
-    """
-
-    kind = "reorder"
-    to: Order = field(metadata={"is_order": True})
-    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
-
-    @property
-    def used_axes(self) -> tuple[str, ...]:
-        return self.over or ()
-
-    @property
-    def deals_by_mask(self) -> bool:
-        return self.to.looks_at_mask
-
-    def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:
-        return state.mesh.axes if self.over is None else self.over
-
-    def destination(self, state: State, tensor: str) -> Layout:
-        axes = self.axes_of(state, tensor)
-        first = axes if self.to.over is None else self.to.over
-        if not set(first) <= set(axes):
-            raise Refused(
-                f"to deals over {', '.join(first)}, and the ranks exchange tokens along {', '.join(axes)}",
-                rule="tokens are dealt over axes whose ranks exchange them",
-                tries=(f"'{{key}}.over=[{','.join(a for a in state.mesh.axes if a in {*first, *axes})}]'",),
-            )
-        together = self.joined(state, tensor, "sequence", axes)
-        return state.layout(tensor).replaced("sequence", self.to.divide(state.mesh, together, axes, state.mask))

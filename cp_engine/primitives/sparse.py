@@ -19,7 +19,8 @@ from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Redistribution, Target
-from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State
+from cp_engine.plan.ir import Cost, Plan, PlannedStep
+from cp_engine.plan.state import Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
 from cp_engine.primitives.sparse_operation import Beside, LearnOperation, SelectOperation, SparseOperation
 from cp_engine.primitives.sparse_rules import (

@@ -12,7 +12,8 @@ from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.sparse.npu import SparseCall
 from cp_engine.kernels.sparse.table import SPARSE_KERNELS, SparseKernel, choose_sparse
 from cp_engine.kernels.sparse.visibility import Sight, seen_keys
-from cp_engine.plan.ir import Cost, Plan, PlannedStep, Refused, State, Step
+from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
+from cp_engine.plan.state import Refused, State
 
 
 @dataclass(frozen=True, kw_only=True)

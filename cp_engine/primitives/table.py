@@ -11,10 +11,11 @@ from typing import get_type_hints
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.exchange.foreign import GROUP, raised, unloadable
 from cp_engine.plan.ir import Step
-from cp_engine.primitives.collective import AllGather, AllToAll, Undo
+from cp_engine.plan.token_layout import Order
+from cp_engine.primitives.collective import AllGather, AllToAll, Reorder, Undo
 from cp_engine.primitives.dense import Dense
 from cp_engine.primitives.expand import Expand
-from cp_engine.primitives.layouts import Balanced, Contiguous, Order, Reorder, Striped, Zigzag
+from cp_engine.primitives.layouts import Balanced, Contiguous, Striped, Zigzag
 from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
 
 ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped, Balanced)}

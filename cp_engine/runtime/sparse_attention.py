@@ -14,8 +14,8 @@ from cp_engine.algebra.mask import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CallError, ConfigError, Problem
 from cp_engine.exchange.redistribute import Target
-from cp_engine.plan.ir import Plan
-from cp_engine.plan.prove import Composition, prove
+from cp_engine.plan.ir import Composition, Plan
+from cp_engine.plan.prove import prove
 from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
 from cp_engine.primitives.table import Contiguous
 from cp_engine.runtime import connect
