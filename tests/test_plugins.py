@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_engine.errors import CPError
-from cp_engine.exchange.foreign import PrimitiveError
+from cp_engine.errors import CPError, PrimitiveError
 from tests.conftest import Result
 from tests.helpers import computed, plan_of
 

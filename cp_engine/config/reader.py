@@ -5,9 +5,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
 from cp_engine.algebra.layout import Mesh
-from cp_engine.errors import SHOWN, Problem, letters, suggest
-from cp_engine.exchange.foreign import calling, named
-from cp_engine.job.checks.keys import shown
+from cp_engine.errors import SHOWN, Problem, calling, letters, named, shown, suggest
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import Order
 from cp_engine.primitives.table import installed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.transfer import Transfer
-from cp_engine.exchange.foreign import calling, named
+from cp_engine.errors import calling, named
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.redistribute import Redistribution, Target
 

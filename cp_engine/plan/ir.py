@@ -12,7 +12,7 @@ from cp_engine.algebra.layout import Layout, Mesh
 from cp_engine.algebra.mask import Mask
 from cp_engine.algebra.shape import BYTES, MADE, WITHOUT_GRADIENT, Shape, part_of
 from cp_engine.algebra.transfer import Table, Transfer
-from cp_engine.exchange.foreign import Faulty, calling, named, require
+from cp_engine.errors import Faulty, calling, named, require
 from cp_engine.plan.state import State
 from cp_engine.plan.token_layout import Order
 

@@ -13,8 +13,7 @@ from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.mask import Mask
 from cp_engine.algebra.shape import LATENT, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
 from cp_engine.algebra.transfer import Transfer
-from cp_engine.errors import CoverageError, LayoutError, Problem
-from cp_engine.exchange.foreign import Faulty, calling, is_foreign, named, require
+from cp_engine.errors import CoverageError, Faulty, LayoutError, Problem, calling, is_foreign, named, require
 from cp_engine.plan.ir import Composition, Plan, PlannedStep, Step
 from cp_engine.plan.refusals import not_returned, refusal, source
 from cp_engine.plan.state import Refused, State, require_layout

@@ -7,8 +7,7 @@ from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, Mesh
 from cp_engine.algebra.mask import Mask
 from cp_engine.algebra.shape import Shape
-from cp_engine.errors import CPError, LayoutError, Reason
-from cp_engine.exchange.foreign import Faulty, require
+from cp_engine.errors import CPError, Faulty, LayoutError, Reason, require
 
 
 class Refused(Reason):

@@ -8,7 +8,7 @@ from typing import ClassVar
 from cp_engine.algebra.index_set import IndexSet, union, whole
 from cp_engine.algebra.layout import Mesh, contiguous, cut
 from cp_engine.algebra.mask import Mask
-from cp_engine.exchange.foreign import Faulty, calling, is_foreign, require
+from cp_engine.errors import Faulty, calling, is_foreign, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, cut_by, joined
 from cp_engine.algebra.shape import WITHOUT_GRADIENT, counts
 from cp_engine.algebra.transfer import Table, Transfer
-from cp_engine.errors import CoverageError
-from cp_engine.exchange.foreign import Faulty, require
+from cp_engine.errors import CoverageError, Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
 from cp_engine.exchange.redistribute import Target
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step

@@ -8,8 +8,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import get_type_hints
 
-from cp_engine.errors import ConfigError, Problem
-from cp_engine.exchange.foreign import GROUP, raised, unloadable
+from cp_engine.errors import GROUP, ConfigError, Problem, raised, unloadable
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import Order
 from cp_engine.primitives.collective import AllGather, AllToAll, Reorder, Undo

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from cp_engine.errors import CallError, Problem
-from cp_engine.exchange.foreign import calling, is_foreign, named
+from cp_engine.errors import CallError, Problem, calling, is_foreign, named
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import ForeignOperation, Operation, Saved, Sketch, Sketches
 from cp_engine.exchange.redistribute import Target

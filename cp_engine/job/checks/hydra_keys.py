@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from cp_engine.errors import Problem
-from cp_engine.job.checks.keys import shown, unknown_key
+from cp_engine.errors import Problem, shown
+from cp_engine.job.checks.keys import unknown_key
 
 OF_HYDRA = ("hydra.", "hydra/")
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from cp_engine.errors import SHOWN, Problem, letters, suggest
+from cp_engine.errors import SHOWN, Problem, letters, shown, suggest
 
 TABLES = Path(__file__).parent
 MODES = ("train", "explain", "verify", "translate")
@@ -292,15 +292,6 @@ def type_problem(key: str, value: object, wanted: str) -> Problem:
         tries = (f"'{key}=[{value}]'",)
     given = got if value is None else f"{got} {value!r}"
     return Problem(key=key, what=f"is {given}, not {wanted}", details=(("allowed", wanted),), tries=tries)
-
-
-def shown(value: object) -> str:
-    """A value as a command line has it."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(shown, value))}]"
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 ABSENT = object()

@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from cp_engine.errors import ConfigError, Problem
-from cp_engine.job.checks.keys import shown
+from cp_engine.errors import ConfigError, Problem, shown
 from cp_engine.job.checks.nodes import Node
 from cp_engine.job.launch import stores
 from cp_engine.job.launch.failures import Ending
