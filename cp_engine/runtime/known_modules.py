@@ -1,18 +1,20 @@
-"""Sites: the attention modules that the engine knows, and what tensors each brings."""
+"""Known modules: the attention classes that the engine knows by name, what tensors each brings, and what reads its calls.
+
+Hosts are above this room: their classes and readers are named, and imported when a model has such a class.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 from torch import nn
 
 from cp_engine.errors import CallError, Problem
-from cp_engine.hosts.torchtitan.attention import read_flex, read_latent, read_varlen
-from cp_engine.hosts.torchtitan.npu_attention import read_absorbed
 from cp_engine.runtime.attach import Binding
-from cp_engine.runtime.call import read_qkv
-from cp_engine.runtime.sparse_attention import TENSORS, read_sparse
+from cp_engine.runtime.sparse_attention import TENSORS
 
 QKV = ("q", "k", "v")
+READ_QKV = "cp_engine.runtime.call:read_qkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +23,51 @@ class Known:
 
     Args:
         module, name: where the class is; it is known by name, so that no host is imported.
-        binding: how its calls are read.
+        reader: what reads its calls, as module:function.
         brings: the tensors of a call.
         shown: how a person imports it, where that is another name.
     """
 
     module: str
     name: str
-    binding: Binding
+    reader: str
     brings: tuple[str, ...]
     shown: str = ""
 
+    @property
+    def binding(self) -> Binding:
+        """What reads its calls."""
+        module, _, function = self.reader.partition(":")
+        binding: Binding = getattr(import_module(module), function)
+        return binding
+
 
 SITES = (
-    Known("cp_engine.runtime.call", "Attention", read_qkv, QKV, "cp_engine.Attention"),
-    Known("cp_engine.runtime.sparse_attention", "SparseAttention", read_sparse, TENSORS),
-    Known("torchtitan.models.attention", "ScaledDotProductAttentionWrapper", read_qkv, QKV),
-    Known("torchtitan.models.attention", "FlexAttentionWrapper", read_flex, QKV),
-    Known("torchtitan.models.attention", "VarlenAttentionWrapper", read_varlen, QKV),
-    Known("torchtitan.models.deepseek_v3.model.model", "Attention", read_latent, ("q", "kv_latent", "k_rope")),
-    Known("torchtitan_npu.models.deepseek_v32.model.model", "DSV32_SDPA", read_absorbed, TENSORS),
-    Known("torchtitan_npu.converters.kernels.fusion_attention", "NPUFusionAttention", read_qkv, QKV),
+    Known("cp_engine.runtime.call", "Attention", READ_QKV, QKV, "cp_engine.Attention"),
+    Known(
+        "cp_engine.runtime.sparse_attention",
+        "SparseAttention",
+        "cp_engine.runtime.sparse_attention:read_sparse",
+        TENSORS,
+    ),
+    Known("torchtitan.models.attention", "ScaledDotProductAttentionWrapper", READ_QKV, QKV),
+    Known("torchtitan.models.attention", "FlexAttentionWrapper", "cp_engine.hosts.torchtitan.attention:read_flex", QKV),
+    Known(
+        "torchtitan.models.attention", "VarlenAttentionWrapper", "cp_engine.hosts.torchtitan.attention:read_varlen", QKV
+    ),
+    Known(
+        "torchtitan.models.deepseek_v3.model.model",
+        "Attention",
+        "cp_engine.hosts.torchtitan.attention:read_latent",
+        ("q", "kv_latent", "k_rope"),
+    ),
+    Known(
+        "torchtitan_npu.models.deepseek_v32.model.model",
+        "DSV32_SDPA",
+        "cp_engine.hosts.torchtitan.npu_attention:read_absorbed",
+        TENSORS,
+    ),
+    Known("torchtitan_npu.converters.kernels.fusion_attention", "NPUFusionAttention", READ_QKV, QKV),
 )
 
 
