@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss
 from cp_engine.errors import CallError
 from cp_engine.hosts.torchtitan.companions import Declared, to_cut
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
-from cp_engine.hosts.torchtitan.text import check
+from cp_engine.hosts.torchtitan.text.sources import check
 from cp_engine.job import train
 from cp_engine.job.launch import start
 from cp_engine.job.launch.failures import RankFailure

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.hosts.torchtitan import text as data
+from cp_engine.hosts.torchtitan.text import sources
 from cp_engine.hosts.torchtitan.text.rows import BEGIN, END, Rows, encode
 
 
@@ -26,13 +26,13 @@ def inputs(rows: Rows, count: int) -> list[list[int]]:
 
 
 def problems(path: object, field: object = "text", **more: object) -> list[Problem]:
-    return data.check({"data": {"path": path, "field": field, **more}})
+    return sources.check({"data": {"path": path, "field": field, **more}})
 
 
 def test_built_in_text_is_a_megabyte_of_prose() -> None:
-    texts = list(data.documents(None, "text"))
+    texts = list(sources.documents(None, "text"))
     assert sum(map(len, texts)) > 500_000
-    assert texts == list(data.documents(None, "text"))
+    assert texts == list(sources.documents(None, "text"))
 
 
 def test_check_accepts_the_built_in_text() -> None:
@@ -134,4 +134,4 @@ def test_check_reports_every_fault_at_once() -> None:
 def test_a_later_record_without_the_field_is_refused_with_its_place(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [{"text": "a"}, {"txt": "b"}])
     with pytest.raises(ConfigError, match=r"0\.jsonl:2"):
-        list(data.documents(str(folder), "text"))
+        list(sources.documents(str(folder), "text"))

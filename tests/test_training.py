@@ -23,6 +23,7 @@ from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 from cp_engine.job import train
 from cp_engine.job.checks import degrees, job, torchtitan
 from cp_engine.job.checks import resume as torchtitan_resume
+from cp_engine.job.checks.comparison import comparison_problems
 from cp_engine.job.checks.keys import shape_table
 from cp_engine.job.launch import start as elastic
 from cp_engine.job.verify import training_mode
@@ -220,7 +221,7 @@ def test_comparison_draws_the_same_weights_each_time(tmp_path: Path) -> None:
 
 def test_comparison_refuses_half_types_instead_of_comparing_in_float32(tmp_path: Path) -> None:
     config = configured(tmp_path, "cp=ulysses", "titan.training.mixed_precision_param=bfloat16")
-    assert [problem.key for problem in training_mode.check(config)] == ["titan.training.mixed_precision_param"]
+    assert [problem.key for problem in comparison_problems(config)] == ["titan.training.mixed_precision_param"]
 
 
 # --- batches whose documents are packed and whose targets are few ---

@@ -10,10 +10,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cp_engine.config.hydra_files import composing, shadows
 from cp_engine.config.references import require_bounded
 from cp_engine.config.shipped import conf_dir
 from cp_engine.errors import ConfigError, Problem, suggest
-from cp_engine.job.user_folder import composing, shadows
 
 OF_CP = re.compile(r"(\+\+|\+|~)?(cp\.|[\w/]+@cp\.)")
 """Overrides that change the composition: `cp.key=...` and `group@cp.key=...`."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cp_engine.errors import ConfigError, CPError, Problem
-from cp_engine.job.checks.keys import MODES
 from cp_engine.job.launch import stores
 from cp_engine.job.launch.failures import Interrupted, RankFailure
 
@@ -24,13 +23,9 @@ if TYPE_CHECKING:
 
 # Everything else is imported where it is used: --help and --cfg are to be quick, and planning needs no torchtitan.
 
-NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
 EMPTY = re.compile(r"[\w/@.]*=(null)?")
 DIGITS = re.compile(r"\d{4301}")
-SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
 JOIN_SECONDS = re.compile(r"\+{0,2}launch\.join_seconds=(\d+)")
-# What is only printed needs no folder and no log file.
-NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.root.handlers=[]")
 
 
 def main() -> None:
@@ -88,6 +83,7 @@ def _run_joined(arguments: Sequence[str]) -> int:
     from cp_engine.job.launch.join import Group
     from cp_engine.job.launch.start import check_environment
     from cp_engine.job.toml.argument import SWEEPS
+    from cp_engine.job.training import train
 
     check_environment()
     if SWEEPS & set(arguments):
@@ -103,7 +99,7 @@ def _run_joined(arguments: Sequence[str]) -> int:
             ]
         )
     typed = [found.group(1) for a in arguments if (found := JOIN_SECONDS.fullmatch(a))]
-    group = Group(int(typed[-1]) if typed else 300 if "launch=slurm" in arguments else 60)
+    group = Group(int(typed[-1]) if typed else 300 if "launch=slurm" in arguments else 60, train)
     if group.rank != 0:
         return group.follow()
     code = 1
@@ -123,16 +119,17 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    from cp_engine.config import hydra_files
     from cp_engine.config.shipped import conf_dir
     from cp_engine.job import user_folder
     from cp_engine.job.modes import run_job
-    from cp_engine.job.options import SOURCE, main_problems, parsed, require_few_jobs
+    from cp_engine.job.options import SOURCE, main_problems, parsed, prepared, require_few_jobs
     from cp_engine.job.toml import argument as toml_argument
 
     options, wrong = parsed(arguments)
     require_few_jobs(options.overrides)
     folders = user_folder.folders(options)
-    if problems := [*main_problems(options), *(p for folder in folders for p in user_folder.shadows(folder))]:
+    if problems := [*main_problems(options), *(p for folder in folders for p in hydra_files.shadows(folder))]:
         raise ConfigError(problems, SOURCE)
     translation = toml_argument.translation_of(arguments, options.config_dir)
     if wrong:
@@ -159,7 +156,7 @@ def _run_hydra(arguments: Sequence[str], group: "Group | None") -> int:
         failed.append(" ".join(str(o) for o in overrides if o != toml_argument.CHOSEN))
 
     with (
-        user_folder.reading(),
+        hydra_files.reading(),
         toml_argument.registered(translation),
         _program_arguments(given),
         _full_error(),
@@ -220,42 +217,6 @@ def _unstarted(error: ValueError | KeyError, arguments: Sequence[str]) -> Config
     return ConfigError([Problem(key="hydra.job_logging", what=f"{text}{cause}", tries=("hydra/job_logging=default",))])
 
 
-def prepared(arguments: Sequence[str]) -> list[str]:
-    """The arguments for Hydra: refuses what it would misread, and adds what it would ask for.
-
-    Args:
-        arguments: as typed.
-
-    Returns:
-        torchtitan keys that the configuration does not list get the prefix that lets Hydra take them.
-
-    Raises:
-        ConfigError: if the strategy is removed instead of replaced.
-    """
-    from cp_engine.job.options import together
-    from cp_engine.job.toml.argument import is_open
-
-    words = [argument for argument in arguments if argument in MODES]
-    if words:
-        problem = Problem(key=words[0], what="is a mode, and modes are written as a key", tries=(f"mode={words[0]}",))
-        raise ConfigError([problem], source="the command line")
-    several = [argument for argument in arguments if SEVERAL.fullmatch(argument)]
-    if several:
-        names = several[0].partition("=")[2].strip("[]").replace(" ", "")
-        what = f"'{several[0]}' names several compositions, and a run has one"
-        raise ConfigError([Problem(key="cp", what=what, tries=(f"-m cp={names}",))], source="the command line")
-    nothing = [argument for argument in arguments if NO_STRATEGY.fullmatch(argument)]
-    if nothing:
-        what = f"'{nothing[0]}' leaves no composition"
-        raise ConfigError([Problem(key="cp", what=what, tries=("cp=none",))], source="the command line")
-    result = []
-    for argument in together(arguments):
-        result.append(f"++{argument}" if is_open(argument) else argument)
-        if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
-            result += NO_FOLDER
-    return result
-
-
 def _remove_unused(folder: Path, typed_in: Path, left: str = ".hydra") -> None:
     """A job that was refused before it started, or only printed, leaves no folder, and a sweep of such jobs leaves none.
 
@@ -283,11 +244,6 @@ def _remove_unused_sweep(jobs: Sequence[Path], typed_in: Path) -> None:
     for sweep in {folder.parent for folder in jobs}:
         if (sweep / "multirun.yaml").is_file():
             _remove_unused(sweep, typed_in, "multirun.yaml")
-
-
-def _only_prints(argument: str, arguments: Sequence[str]) -> bool:
-    starts_ranks = {"verify.level=training", "verify.target=ranks"} & set(arguments)
-    return argument in ("mode=explain", "mode=translate") or (argument == "mode=verify" and not starts_ranks)
 
 
 @contextmanager

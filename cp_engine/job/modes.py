@@ -208,8 +208,9 @@ def _verify(plan: "Plan", config: dict[str, object], output_dir: Path) -> bool:
 
 
 def _train(config: dict[str, object], output_dir: Path, group: "Group | None") -> None:
+    from cp_engine.job import training
     from cp_engine.job.checks import nodes
-    from cp_engine.job.launch import start as elastic
+    from cp_engine.job.launch.start import check_environment
 
     if group is not None:
         group.lead(config, output_dir, sys.stdout)
@@ -217,7 +218,7 @@ def _train(config: dict[str, object], output_dir: Path, group: "Group | None") -
     if nodes.is_met(config):
         from cp_engine.job.launch import node
 
-        node.launch(config, output_dir, out=sys.stdout)
+        node.launch(training.train, config, output_dir, out=sys.stdout)
         return
-    elastic.check_environment()
-    elastic.launch(config, output_dir, out=sys.stdout)
+    check_environment()
+    training.launch(config, output_dir, out=sys.stdout)

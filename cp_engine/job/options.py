@@ -1,6 +1,7 @@
-"""Options of the command line, those with dashes: Hydra's own, read before it runs."""
+"""The command line before Hydra runs: its options, those with dashes, and arguments that Hydra would misread."""
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from cp_engine.errors import ConfigError, Problem, suggest
+from cp_engine.job.checks.keys import MODES
 
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p")
 """Options that take a value."""
@@ -18,6 +20,10 @@ SOURCE = "the command line"
 MOST_LETTERS = 2**13
 """Of one override: Hydra takes seconds to read a longer one."""
 MOST_JOBS = 1000
+NO_STRATEGY = re.compile(r"~cp(=.*)?|cp=(null|\[\s*\]|''|\"\")?", re.IGNORECASE)
+SEVERAL = re.compile(r"cp=\[[^\]]*,[^\]]*\]")
+NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra.job_logging.root.handlers=[]")
+"""What is only printed needs no folder and no log file."""
 
 
 def parsed(arguments: Sequence[str]) -> tuple[Namespace, list[Problem]]:
@@ -105,3 +111,43 @@ def _no_option(word: str, known: Sequence[str]) -> Problem:
     tries = (word.lstrip("-"),) if equals else (near,) if near is not None else ()
     rule = ("rule", "keys are written key=value, without dashes; options are those that --help lists")
     return Problem(key=word, what="is not an option", details=(rule,), tries=tries)
+
+
+def prepared(arguments: Sequence[str]) -> list[str]:
+    """The arguments for Hydra: refuses what it would misread, and adds what it would ask for.
+
+    Args:
+        arguments: as typed.
+
+    Returns:
+        torchtitan keys that the configuration does not list get the prefix that lets Hydra take them.
+
+    Raises:
+        ConfigError: if the strategy is removed instead of replaced.
+    """
+    from cp_engine.job.toml.argument import is_open
+
+    words = [argument for argument in arguments if argument in MODES]
+    if words:
+        problem = Problem(key=words[0], what="is a mode, and modes are written as a key", tries=(f"mode={words[0]}",))
+        raise ConfigError([problem], source="the command line")
+    several = [argument for argument in arguments if SEVERAL.fullmatch(argument)]
+    if several:
+        names = several[0].partition("=")[2].strip("[]").replace(" ", "")
+        what = f"'{several[0]}' names several compositions, and a run has one"
+        raise ConfigError([Problem(key="cp", what=what, tries=(f"-m cp={names}",))], source="the command line")
+    nothing = [argument for argument in arguments if NO_STRATEGY.fullmatch(argument)]
+    if nothing:
+        what = f"'{nothing[0]}' leaves no composition"
+        raise ConfigError([Problem(key="cp", what=what, tries=("cp=none",))], source="the command line")
+    result = []
+    for argument in together(arguments):
+        result.append(f"++{argument}" if is_open(argument) else argument)
+        if _only_prints(argument, arguments) and not any(a.startswith("hydra.run.dir=") for a in arguments):
+            result += NO_FOLDER
+    return result
+
+
+def _only_prints(argument: str, arguments: Sequence[str]) -> bool:
+    starts_ranks = {"verify.level=training", "verify.target=ranks"} & set(arguments)
+    return argument in ("mode=explain", "mode=translate") or (argument == "mode=verify" and not starts_ranks)

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cp_engine.config.composition import degree_of, plan_from_config
 from cp_engine.errors import ConfigError, Problem, RankError
-from cp_engine.hosts.torchtitan import text as data
 from cp_engine.hosts.torchtitan.checkpoint_files import step_of
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
+from cp_engine.hosts.torchtitan.text import sources
 from cp_engine.job.checks.job import shape_of
 from cp_engine.job.checks.module_needs import without_spared_module
 from cp_engine.job.checks.resume import Source, source_of
@@ -146,10 +146,10 @@ def titan_of(config: Mapping[str, object]) -> dict[str, object]:
     _section_of(titan, "parallelism")["context_parallel_degree"] = degree_of(section(config, "cp"))
     _section_of(titan, "job").setdefault("dump_folder", launch["output_dir"])
     _section_of(titan, "metrics").setdefault("disable_color_printing", True)  # the log is a file
-    if (dataset := data.dataset_of(config)) is not None:
+    if (dataset := sources.dataset_of(config)) is not None:
         training = _section_of(titan, "training")
-        training.update(dataset=dataset, dataset_path=data.place_of(config, dataset, "path"))
-        if (tokenizer := data.place_of(config, dataset, "tokenizer")) is not None:
+        training.update(dataset=dataset, dataset_path=sources.place_of(config, dataset, "path"))
+        if (tokenizer := sources.place_of(config, dataset, "tokenizer")) is not None:
             _section_of(titan, "model").setdefault("hf_assets_path", tokenizer)
     if launch.get("resume") is not None:
         checkpoint = _section_of(titan, "checkpoint")

@@ -111,9 +111,7 @@ class ContextParallel:
         """
         self._require_open()
         if not modules:
-            raise CallError(
-                [Problem(key="context", what="is given no module", tries=("context(model)",))], self.plan.name
-            )
+            raise self._error(Problem(key="context", what="is given no module", tries=("context(model)",)))
         with self._told, ExitStack() as undo:
             sites = [attach(m, binding) for m, binding in find(modules, self.plan.inputs)]
             before = sum(s.calls for s in sites) + self._attention.runs_in_graphs
@@ -126,10 +124,8 @@ class ContextParallel:
             yield self
             if sum(s.calls for s in sites) + self._attention.runs_in_graphs == before:
                 what = f"no attention call of {', '.join(type(m).__name__ for m in modules)} was intercepted"
-                raise CallError(
-                    [Problem(key="context", what=what, details=(("rule", "the model runs inside the block"),))],
-                    self.plan.name,
-                )
+                rule = ("rule", "the model runs inside the block")
+                raise self._error(Problem(key="context", what=what, details=(rule,)))
 
     def call(
         self,
@@ -181,9 +177,7 @@ class ContextParallel:
         """
         if self._is_closed or not isinstance(call, Call):
             self._require_open()
-            raise CallError(
-                wrong("call", call, Call, "a cp_engine.runtime.call.Call", "engine.call(q, k, v)"), self.plan.name
-            )
+            raise self._error(*wrong("call", call, Call, "a cp_engine.runtime.call.Call", "engine.call(q, k, v)"))
         with self._told:
             return self._attention.attend(call, passed)
 
@@ -230,7 +224,7 @@ class ContextParallel:
             for p in of_length(f"shard.tensors[{i}]", x, dim, self.plan.shape.sequence, "the plan is for")
         ]
         if problems:
-            raise CallError(problems, self.plan.name)
+            raise self._error(*problems)
         held = self.plan.entry.sequence[self.rank]
         cut = tuple(take(x, held, dim) for x in (tensor, *tensors))
         return cut if tensors else cut[0]
@@ -250,12 +244,10 @@ class ContextParallel:
         """
         local = self.plan.entry.sequence[self.rank].count
         if problems := of_length("unshard.tensor", tensor, dim, local, "this rank holds"):
-            raise CallError(problems, self.plan.name)
+            raise self._error(*problems)
         if tensor.is_complex():
             what = f"is {tensor.dtype}, and gradients are summed as real numbers"
-            raise CallError(
-                [Problem(key="unshard.tensor", what=what, tries=("torch.view_as_real(...)",))], self.plan.name
-            )
+            raise self._error(Problem(key="unshard.tensor", what=what, tries=("torch.view_as_real(...)",)))
         moved = tensor.movedim(dim, 0)
         flat = moved.reshape(1, 1, local, prod(moved.shape[1:]))
         self._unshards += 1
@@ -276,7 +268,7 @@ class ContextParallel:
         """
         self._require_open()
         if problems := wrong("model", model, nn.Module, "a module", "sum_gradients(model)"):
-            raise CallError(problems, self.plan.name)
+            raise self._error(*problems)
         communicator = self._communicator
         problems = gradients.refusals(model, set(communicator.ranks) if communicator else {0}, self._summed)
         passes = self._attention.passes
@@ -291,7 +283,7 @@ class ContextParallel:
                     group = communicator.groups[tuple(range(self.plan.degree))]
                     problems = gradients.reduce(parameters, passes, group, self.device)
             if problems:
-                raise CallError(problems[:8], self.plan.name)
+                raise self._error(*problems[:8])
         self._summed = {id(p): p.grad for p in parameters if p.grad is not None}
         self._summed_at = passes[1]
 
@@ -300,13 +292,14 @@ class ContextParallel:
 
     def __reduce__(self) -> tuple[object, ...]:
         what = "holds process groups of this process, and cannot be copied or sent to another"
-        raise CallError([Problem(key="engine", what=what, tries=("cp_engine.compile(...) there",))], self.plan.name)
+        raise self._error(Problem(key="engine", what=what, tries=("cp_engine.compile(...) there",)))
+
+    def _error(self, *problems: Problem) -> CallError:
+        return CallError(problems, self.plan.name)
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise CallError(
-                [Problem(key="close", what="the engine is closed", tries=("cp_engine.compile(...)",))], self.plan.name
-            )
+            raise self._error(Problem(key="close", what="the engine is closed", tries=("cp_engine.compile(...)",)))
 
     def close(self) -> None:
         """Removes the inert wrappers; process groups stay, for the next engine over the same ranks, until their world ends.
@@ -317,10 +310,8 @@ class ContextParallel:
             CallError: a context of this engine is still open.
         """
         if any(e is self for site in self._sites.values() for e in site.active):
-            what = "a context is still open"
-            raise CallError(
-                [Problem(key="close", what=what, details=(("rule", "leave the block, then close"),))], self.plan.name
-            )
+            rule = ("rule", "leave the block, then close")
+            raise self._error(Problem(key="close", what="a context is still open", details=(rule,)))
         for site in self._sites.values():
             detach(site, self)
         self._sites.clear()

@@ -51,11 +51,11 @@ def problems(config: Mapping[str, object], typed: Sequence[str] = ()) -> list[Pr
         return found
     if found := list(versions.problems(config)):
         return found  # the checks that follow import them
-    from cp_engine.job.verify import training_mode  # here: it needs torch, and planning does not
+    from cp_engine.job.checks.comparison import comparison_problems  # here: it needs torch, and planning does not
 
     refusals = of_training(config, typed)
     found = [*refusals.refused, *refusals.here]
-    return found + (training_mode.check(config) if config["mode"] == "verify" else [])
+    return found + (comparison_problems(config) if config["mode"] == "verify" else [])
 
 
 def first_problems(config: Mapping[str, object]) -> list[Problem]:

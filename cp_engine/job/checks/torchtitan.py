@@ -6,7 +6,7 @@ from dataclasses import replace
 from cp_engine.algebra.mask import is_from_call
 from cp_engine.config.composition import degree_of, read
 from cp_engine.errors import Problem
-from cp_engine.hosts.torchtitan import text as data
+from cp_engine.hosts.torchtitan.text import sources
 from cp_engine.job.checks import degrees, packages, reads, resume, stages, values
 from cp_engine.job.checks.keys import value_of
 
@@ -40,7 +40,7 @@ def check(config: Mapping[str, object]) -> list[Problem]:
         One problem per fault. Names, types and lengths of `titan.*` are checked in `cp_engine.job.checks.job`.
     """
     problems = [*reads.unread(config)]
-    if data.dataset_of(config) is None:
+    if sources.dataset_of(config) is None:
         problems += _byte_problems(config)
     if titan_value(config, "validation.enable"):
         problems += _validation_problems(config)
@@ -125,7 +125,7 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
     def number(key: str) -> int:
         return int(str(value_of(config, f"titan.{key}")))
 
-    key, is_ours = "titan.validation.steps", data.dataset_of(config) is None
+    key, is_ours = "titan.validation.steps", sources.dataset_of(config) is None
     if is_ours and number("validation.steps") < 1:
         what = f"is {number('validation.steps')}, and the text has no end: it starts over"
         yield Problem(key=key, what=what, tries=(f"{key}=10",))
@@ -152,7 +152,7 @@ def _validation_problems(config: Mapping[str, object]) -> Iterator[Problem]:
         return
     folder = value_of(config, key)
     if folder is not None:
-        for problem in data.check({"data": {**text, "path": folder}}):
+        for problem in sources.check({"data": {**text, "path": folder}}):
             yield replace(problem, key=key, tries=()) if problem.key == "data.path" else problem
     elif text.get("path") is not None:
         what = f"is null, and text of {text['path']} that was trained on would be validated on"

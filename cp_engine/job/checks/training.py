@@ -67,7 +67,7 @@ def of_training(config: Mapping[str, object], typed: Sequence[str] = (), *, is_p
     Returns:
         What is wrong with the job, and what this machine lacks for it.
     """
-    from cp_engine.hosts.torchtitan import text  # here: these need torch, and `--help` does not
+    from cp_engine.hosts.torchtitan.text import sources  # here: these need torch, and `--help` does not
     from cp_engine.job.checks import here as torchtitan_here
     from cp_engine.job.checks import torchtitan
 
@@ -82,7 +82,7 @@ def of_training(config: Mapping[str, object], typed: Sequence[str] = (), *, is_p
         ]
     if "mask" not in hypothetical:
         found += mask_problems(config)
-    found += [*torchtitan.check(config), *text.check(config), *reads.idle(config, typed)]
+    found += [*torchtitan.check(config), *sources.check(config), *reads.idle(config, typed)]
     devices, packages = list(torchtitan_here.device(config)), list(torchtitan_here.packages(config))
     is_chosen = value_of(config, "launch.device") != "auto"  # else it depends on the machine
     of_job = [p for p in found if not PATHS.fullmatch(p.key)] + devices * is_chosen

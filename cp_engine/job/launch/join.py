@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -12,13 +12,15 @@ from cp_engine.errors import ConfigError, Problem
 from cp_engine.job.launch import stores
 from cp_engine.job.launch.failures import RankFailure
 from cp_engine.job.launch.progress import log_path
-from cp_engine.job.launch.rank import Config, leave, redirect, section, train
+from cp_engine.job.launch.rank import Config, leave, redirect, section
 from cp_engine.job.launch.start import resumed, watch
 from cp_engine.runtime.devices import resolve
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+Train = Callable[[Config, Callable[[Exception], object]], None]
+"""What a rank does: with a configuration, and with what ends its process from a thread."""
 KEY = "cp_engine/job"
 WAIT = timedelta(minutes=10)
 """How long the other ranks wait for rank 0's configuration."""
@@ -29,6 +31,7 @@ class Group:
 
     Args:
         seconds: how long to wait for rank 0, and rank 0 for the others.
+        train: what each rank does.
 
     Raises:
         ConfigError: the port is taken, no store of rank 0 answers, or ranks do not come.
@@ -39,9 +42,9 @@ class Group:
         seconds: how long ranks wait for each other.
     """
 
-    def __init__(self, seconds: int) -> None:
+    def __init__(self, seconds: int, train: Train) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.seconds = seconds
+        self.seconds, self._train = seconds, train
         # Kept until the end: without torchrun's own store, rank 0 hosts it and the process group shares it.
         self._store = self._opened()
         # torchrun keeps its store when it starts all ranks again: what was said to those before is not for these
@@ -98,7 +101,7 @@ class Group:
             raise RankFailure(f"RankFailure: rank {self.rank} of {self.world_size} waited: {what}") from error
         if "exit" in message:
             return int(message["exit"])
-        run_joined(message["config"], out=None)
+        run_joined(self._train, message["config"], out=None)
         return 0
 
     def lead(self, config: Config, output_dir: Path, out: TextIO) -> None:
@@ -120,7 +123,7 @@ class Group:
         config = {**config, "launch": settings}
         (output_dir / "ranks").mkdir(parents=True, exist_ok=True)
         self.tell({"config": config})
-        run_joined(config, out=out)
+        run_joined(self._train, config, out=out)
 
     def adopt(self, config: Config) -> Config:
         """The configuration with launch.nproc from the environment, where it is open.
@@ -148,10 +151,11 @@ class Group:
         return {**config, "launch": {**settings, "nproc": self.world_size}}
 
 
-def run_joined(config: Config, *, out: TextIO | None) -> None:
+def run_joined(train: Train, config: Config, *, out: TextIO | None) -> None:
     """One rank of a joined job: its lines go to its log, rank 0's view to the terminal.
 
     Args:
+        train: what the rank does.
         config: what rank 0 composed.
         out: for rank 0, where to show progress; None for the others.
 

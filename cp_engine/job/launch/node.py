@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +20,7 @@ from cp_engine.job.launch.failures import Ending, Interrupted, RankFailure
 from cp_engine.job.launch.meeting import PACKAGE, Meeting, Report
 from cp_engine.job.launch.process import end_children
 from cp_engine.job.launch.progress import Watch
-from cp_engine.job.launch.rank import Config, section, train
+from cp_engine.job.launch.rank import Config, section
 from cp_engine.job.launch.start import after_restart, prepared, resumed, run_course, watch
 from cp_engine.runtime import devices
 
@@ -48,10 +49,11 @@ class NodeLost(Exception):
         self.attempt = attempt
 
 
-def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
+def launch(function: Callable[[Config], None], config: Config, output_dir: Path, *, out: TextIO) -> None:
     """Trains on the ranks of this node, beside those of the other nodes; node 0 shows progress and summary.
 
     Args:
+        function: what each rank does; importable by name.
         config: the composed and checked configuration.
         output_dir: this node's folder, as Hydra made it; node 0's is that of the run.
         out: where to show what there is to see on this node.
@@ -73,7 +75,7 @@ def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
             folder = _take(node, output_dir, agreed, out)
             here = {**config, "launch": {**settings, "output_dir": str(folder)}}
             try:
-                _run(here, folder, meeting, agreed, out)
+                _run(function, here, folder, meeting, agreed, out)
                 return
             except NodeLost as lost:
                 attempt = lost.attempt
@@ -138,7 +140,9 @@ def _leave(mine: Path, folder: Path) -> None:
                 parent.rmdir()
 
 
-def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: TextIO) -> None:
+def _run(
+    function: Callable[[Config], None], config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: TextIO
+) -> None:
     """All rounds of the run on this node."""
     node, launch = meeting.node, section(config, "launch")
     silent_seconds = float(str(launch["watch_seconds"] or launch["join_seconds"]))
@@ -176,7 +180,7 @@ def _run(config: Config, folder: Path, meeting: Meeting, agreed: "Agreed", out: 
                 file=out,
                 flush=True,
             )
-        _until_the_end(config, folder, meeting, course, agreed)
+        _until_the_end(partial(run_course, function, config, folder, course), meeting, course, agreed)
     if shown is not None:
         print(shown.summary(course.notes()), file=out, flush=True)
     else:
@@ -192,14 +196,14 @@ def _leave_node_0(node: nodes.Node, folder: Path, agreed: "Agreed") -> None:
     os._exit(1)
 
 
-def _until_the_end(config: Config, folder: Path, meeting: Meeting, course: Course, agreed: "Agreed") -> None:
+def _until_the_end(run: Callable[[], None], meeting: Meeting, course: Course, agreed: "Agreed") -> None:
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 
     from cp_engine.job.launch.rounds import Over
 
     try:
         try:
-            run_course(train, config, folder, course)
+            run()
             if not meeting.is_over():
                 return
             course.failed()

@@ -115,18 +115,6 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def train(config: Config, fail: Callable[[Exception], object] | None = None) -> None:
-    """The training job of this rank.
-
-    Args:
-        config: the composed configuration.
-        fail: ends this process from a thread; None is `leave`.
-    """
-    from cp_engine.job.train import run  # here: it imports torchtitan, which takes seconds
-
-    run(config, fail)
-
-
 def redirect(path: Path) -> None:
     """Sends this process's standard output and error to a log file."""
     path.parent.mkdir(parents=True, exist_ok=True)

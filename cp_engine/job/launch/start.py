@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.job.checks import degrees, job, nodes
+from cp_engine.job.checks import job, nodes
 from cp_engine.job.checks.keys import value_of
 from cp_engine.job.checks.resume import source_of
 from cp_engine.job.launch.course import Course
@@ -24,7 +24,7 @@ from cp_engine.job.launch.deaths import Deaths, end_path
 from cp_engine.job.launch.failures import Ending, Interrupted
 from cp_engine.job.launch.process import agent_log, end_children, environment, signals
 from cp_engine.job.launch.progress import Watch
-from cp_engine.job.launch.rank import Config, section, train
+from cp_engine.job.launch.rank import Config, section
 from cp_engine.runtime import devices
 
 if TYPE_CHECKING:
@@ -79,33 +79,6 @@ def check_environment() -> None:
             " MASTER_ADDR=<first node> MASTER_PORT=29500 python launch.py ...'",
         )
         raise ConfigError([Problem(key="RANK", what=what, tries=tries)])
-
-
-def launch(config: Config, output_dir: Path, *, out: TextIO) -> None:
-    """Trains on new ranks, shows progress, and returns when all have ended well.
-
-    Args:
-        config: the composed configuration.
-        output_dir: the job's folder; exists.
-        out: where to show progress and summary.
-
-    Raises:
-        ConfigError: there is nothing to continue from, or the folder cannot be written to.
-        RankFailure: with the error of the rank that failed first.
-        Interrupted: by Ctrl-C or a signal; no process is left.
-    """
-    ranks = degrees.world_size(config)
-    settings = section(config, "launch")
-    settings |= {"output_dir": str(output_dir), "device": devices.resolve(str(settings["device"]), ranks)}
-    resumed(config, settings, output_dir, out)
-    config, restarts = {**config, "launch": settings}, int(str(settings["max_restarts"]))
-    with watch(config, ranks=ranks, out=out, is_live=not settings["inline"]) as shown:
-        notes = list[str]()
-        if settings["inline"]:
-            _inline(config)
-        else:
-            notes = run_ranks(train, config, output_dir, ranks=ranks, max_restarts=restarts, say=shown.say)
-    print(shown.summary(notes), file=out, flush=True)
 
 
 def run_ranks(
@@ -296,10 +269,3 @@ def _logs_specs(output_dir: Path) -> "LogsSpecs":
             return str(output_dir / "ranks")
 
     return RankLogs()
-
-
-def _inline(config: Config) -> None:
-    """One rank in this process, with its terminal, for a debugger."""
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    with environment(one):
-        train(config)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from cp_engine.config.compose import compose
 from cp_engine.config.composition import degree_of
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.hosts.torchtitan import text as data
 from cp_engine.hosts.torchtitan.models import OWN
+from cp_engine.hosts.torchtitan.text import sources
 from cp_engine.job.checks import training as training_checks
 from cp_engine.job.checks.keys import (
     CONFIG_MODULE,
@@ -39,7 +39,7 @@ def toml_text(config: Mapping[str, object]) -> str:
     problems = [
         *training_checks.mask_problems(config),
         *training_checks.shape_problems(config),
-        *data.tokenizer_problems(config),
+        *sources.tokenizer_problems(config),
         *_own_model(config),
     ]
     keys = _titan_keys(config)
@@ -51,14 +51,16 @@ def toml_text(config: Mapping[str, object]) -> str:
         raise ConfigError([*problems, *error.problems]) from error
     asked, more = _asked(rules, cp, keys, degree)
     problems += more
-    dataset = data.dataset_of(config)
+    dataset = sources.dataset_of(config)
     if dataset is None:
         what = "is read byte by byte from files of this project's kind, and torchtitan reads its own data sets"
         problems.append(Problem(key="data", what=what, tries=("data=c4_test", "data=c4")))
     else:
         places = {"training.dataset_path": "path", "model.hf_assets_path": "tokenizer"}
         asked |= {"training.dataset": dataset}
-        asked |= {key: at for key, name in places.items() if (at := data.place_of(config, dataset, name)) is not None}
+        asked |= {
+            key: at for key, name in places.items() if (at := sources.place_of(config, dataset, name)) is not None
+        }
     keys = {**asked, **{key: value for key, value in keys.items() if key not in asked}}
     if not problems:
         problems += _otherwise_read(rules, keys, config, asked, degree)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cp_engine.config.composition import degree_of
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.job.checks import degrees
-from cp_engine.job.checks.keys import shape_row
+from cp_engine.job.checks.comparison import comparison_problems
 from cp_engine.job.checks.torchtitan import titan_value
 from cp_engine.job.launch import start
 from cp_engine.job.train import rank_process, section, titan_of, train_composition
@@ -35,34 +35,6 @@ OF_RANKS = (
 )
 
 Config = dict[str, object]
-
-
-def check(config: Mapping[str, object]) -> list[Problem]:
-    """What of a configuration this comparison cannot do.
-
-    Args:
-        config: the composed configuration.
-
-    Returns:
-        One problem per fault.
-    """
-    problems = []
-    for name, default in (("mixed_precision_param", "bfloat16"), ("dtype", "float32")):
-        dtype, key = titan_value(config, f"training.{name}", default), f"titan.training.{name}"
-        if dtype != "float32":
-            what = f"is {dtype}; both runs are compared in float32, where a difference means something"
-            problems.append(Problem(key=key, what=what, tries=(f"{key}=float32",)))
-    attention, device = shape_row(config).get("attention", "sdpa"), str(section(config, "launch")["device"])
-    if attention != "sdpa" and devices.of_tensors(devices.resolve(device, 1) if device == "auto" else device) == "cpu":
-        what = f"attends with {attention}, which torchtitan alone cannot train with on a CPU"
-        problems.append(Problem(key="titan.model.flavor", what=what, tries=("verify.level=attention",)))
-    if (experts := shape_row(config).get("experts")) is not None:
-        what = f"computes its experts in {experts} whatever the job says; both runs are compared in float32"
-        problems.append(Problem(key="titan.model.flavor", what=what, tries=("verify.level=attention",)))
-    if section(config, "launch").get("resume") is not None:
-        what = "the comparison starts from weights of its own"
-        problems.append(Problem(key="launch.resume", what=what, tries=("launch.resume=null",)))
-    return problems
 
 
 def run(config: Config) -> bool:
@@ -117,7 +89,7 @@ def prepare(config: Config) -> tuple[Config, Config]:
     Raises:
         ConfigError: a job that cannot be compared.
     """
-    problems = check(config)
+    problems = comparison_problems(config)
     if problems:
         raise ConfigError(problems, "verify.level=training")
     output = Path(str(section(config, "launch")["output_dir"]))
