@@ -81,7 +81,7 @@ def varied(
     *,
     turn: int = 0,
     order: str = "",
-    pipeline: int = 1,
+    head_groups: int = 1,
     sinks: bool = False,
     kernel: str = "auto",
     recompute: str = "all",
@@ -104,7 +104,7 @@ def varied(
         steps["deal_back"] = {"kind": "undo", "of": "deal", "tensors": ["out"]}
         kind, names = "contiguous", ["deal", *names, "deal_back"]
     layout = {**layout, **few_chunks(kind)} if kind else layout
-    return {**cp, "steps": steps, "order": names, "layout": layout, "pipeline": pipeline, "recompute": recompute}
+    return {**cp, "steps": steps, "order": names, "layout": layout, "head_groups": head_groups, "recompute": recompute}
 
 
 def few_chunks(order: str) -> dict[str, object]:

@@ -77,7 +77,7 @@ def case(random: Random) -> Case:
         "layout": order(random, axes),
         "order": list(steps),
         "steps": steps,
-        "pipeline": random.choice(common or [2]) if maybe(random, 3 if is_latent else 17) else 1,
+        "head_groups": random.choice(common or [2]) if maybe(random, 3 if is_latent else 17) else 1,
         "recompute": random.choice(RECOMPUTE),
     }
     planned = mask(random, shape.sequence)

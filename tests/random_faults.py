@@ -123,7 +123,7 @@ def _mesh(random: Random, cp: Node) -> None:
 
 
 def _pipeline(random: Random, cp: Node) -> None:
-    cp["pipeline"] = random.randint(1, 4)
+    cp["head_groups"] = random.randint(1, 4)
 
 
 def _places(node: object) -> list[tuple[Any, Any]]:

@@ -67,7 +67,7 @@ def features(drawn: Case) -> Iterator[tuple[str, str]]:
             yield "rotate", f"{len(node['rotate'])} axes"
         if node.get("sinks"):
             yield "step", "dense, sinks"
-    yield "pipeline", str(cp["pipeline"])
+    yield "head_groups", str(cp["head_groups"])
 
 
 def trials(seed: int, indices: range) -> Counts:

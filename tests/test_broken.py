@@ -319,7 +319,7 @@ def test_verify_reports_an_expansion_whose_gradient_is_halved(name: str, monkeyp
 
 
 def test_verify_reports_head_groups_that_are_put_together_in_another_order(monkeypatch: patch) -> None:
-    plan, joined = four_ranks("ulysses", "cp.pipeline=2"), program._joined
+    plan, joined = four_ranks("ulysses", "cp.head_groups=2"), program._joined
     assert wrong_rows(plan) == set()
     monkeypatch.setattr(program, "_joined", lambda parts, dim: joined(parts[::-1], dim))
     assert {"out", "dq", "dk", "dv"} <= wrong_rows(plan)

@@ -83,7 +83,7 @@ def test_inductor_runs_a_ring_in_one_graph(two):
     "preset,overrides",
     [
         *((p, []) for p in ("ulysses", "allgather_kv", "ring", "ring_striped", "needed_kv", "reorder_zigzag")),
-        ("ulysses", ["cp.pipeline=2"]),
+        ("ulysses", ["cp.head_groups=2"]),
         ("ring", ["layout@cp.layout=balanced"]),
     ],
 )

@@ -147,7 +147,7 @@ def test_latent_and_rotary_key_are_8_times_fewer_bytes_than_keys_and_values() ->
 def test_head_groups_move_as_much_in_more_collectives(preset: str) -> None:
     degree = 1 if preset == "none" else 4
     shape = small(heads=16, kv_heads=8, sequence=30, batch=2)
-    one, two = (totals(plan_of(preset, f"cp.pipeline={n}", degree=degree, shape=shape)) for n in (1, 2))
+    one, two = (totals(plan_of(preset, f"cp.head_groups={n}", degree=degree, shape=shape)) for n in (1, 2))
     assert (two.sent, two.pairs, two.busiest_link) == (one.sent, one.pairs, one.busiest_link)
     assert two.collectives == tuple(2 * n for n in one.collectives)
 

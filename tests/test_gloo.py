@@ -253,7 +253,7 @@ def check(
     h, kv, d, dv = SHAPES[heads]
     shape = Shape(batch=batch, sequence=sequence, heads=h, kv_heads=kv, head_dim=d, v_head_dim=dv, dtype="float64")
     groups = 1 if begins_with_latent(preset) else groups
-    cp = varied(preset, degree, turn=turn, order=order, pipeline=groups, sinks=sinks)
+    cp = varied(preset, degree, turn=turn, order=order, head_groups=groups, sinks=sinks)
     for rank, bad in enumerate(on.run(check_preset, cp, fitting(preset, shape), mask, degree)):
         assert bad == [], f"rank {rank}"
 

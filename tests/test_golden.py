@@ -52,7 +52,7 @@ def grouped(preset: str) -> list[Plan]:
     if begins_with_latent(preset):
         return []
     shape = replace(GROUPED, heads=16, kv_heads=4)
-    return [plan_of(preset, "cp.pipeline=2", degree=plans(preset)[0].degree, shape=shape)]
+    return [plan_of(preset, "cp.head_groups=2", degree=plans(preset)[0].degree, shape=shape)]
 
 
 def golden(preset: str) -> str:
@@ -108,7 +108,7 @@ def test_data_says_what_the_text_says(preset: str) -> None:
             assert size(d["peak_bytes"][way]) in lines["memory"]
         for step in d["steps"]:
             cells = re.split(r"\s{2,}", lines[step["step"]])
-            sent = [step["bytes_sent"][w] * d["pipeline"] for w in ways]
+            sent = [step["bytes_sent"][w] * d["head_groups"] for w in ways]
             assert cells[-2:] == [size(n) if step["collectives"][w] else "-" for n, w in zip(sent, ways, strict=True)]
         moving = [x for x in text.splitlines() if x.startswith(("exchange", "rotation"))]
         counted = [re.findall(r"^\w+ +\w+: (\d+) .*?(\d+) backward", x) for x in moving]
@@ -128,11 +128,11 @@ def test_data_totals_are_the_sums_of_its_parts(preset: str) -> None:
         d = explain.data(plan)
         for i, way in enumerate(("forward", "backward")):
             assert d["bytes_sent"][way] == max(d["bytes_sent"]["per_rank"][i])
-            assert d["pipeline"] * sum(s["bytes_sent"][way] for s in d["steps"]) >= d["bytes_sent"][way]
-            assert d["pipeline"] * sum(s["collectives"][way] for s in d["steps"]) == d["collectives"][way]
+            assert d["head_groups"] * sum(s["bytes_sent"][way] for s in d["steps"]) >= d["bytes_sent"][way]
+            assert d["head_groups"] * sum(s["collectives"][way] for s in d["steps"]) == d["collectives"][way]
         peak = d["peak_bytes"]
         assert 0 < peak["kept"] <= min(peak["forward"], peak["backward"])
-        shape, mask = plan.shape, MASKS.get(preset, CAUSAL) if d["pipeline"] == 1 else CAUSAL
+        shape, mask = plan.shape, MASKS.get(preset, CAUSAL) if d["head_groups"] == 1 else CAUSAL
         seen = reference.visible(mask, shape.sequence).sum(1)
         visible = int(seen.clamp(max=shape.topk or shape.sequence).sum()) * shape.heads * shape.batch
         pairs = d["score_pairs"]["per_rank"]

@@ -81,10 +81,10 @@ TYPED: list[tuple[str, list[tuple[str, list[str]]]]] = [
     ("titan.job.description=a=b", [("titan.job.description  a=b cannot be read", ["\"titan.job.description='a=b'\""])]),
     ("'titan.job.description=f(x'", [("titan.job.description  f(x cannot be read", ["\"titan.job.description='f(x'\""])]),
     ("foo=1 titan.training.steps=ten", [("foo  unknown key", []), ("titan.training.steps  is str 'ten'", [])]),
-    ("titan.training.stepz=1 cp.pipeline=x +hydra.run.dirr=x", [
+    ("titan.training.stepz=1 cp.head_groups=x +hydra.run.dirr=x", [
         ("titan.training.stepz  unknown key", ["titan.training.steps=1"]),
         ("hydra.run.dirr  unknown key", ["hydra.run.dir=x"]),
-        ("cp.pipeline  must be a number", ["cp.pipeline=1"]),
+        ("cp.head_groups  must be a number", ["cp.head_groups=1"]),
     ]),
     ("cp=none titan.parallelism.context_parallel_degree=2", [
         ("titan.parallelism.context_parallel_degree  is 2, but", ["~titan.parallelism.context_parallel_degree"]),

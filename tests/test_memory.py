@@ -66,7 +66,7 @@ def most_held(profiled: profile) -> int:
         ("allgather_kv", "causal", ()),
         ("allgather_kv", "causal", ("layout@cp.layout=zigzag",)),
         ("ulysses", "causal", ()),
-        ("ulysses", "causal", ("cp.pipeline=2",)),
+        ("ulysses", "causal", ("cp.head_groups=2",)),
         ("window_halo", WINDOW, ()),
     ],
 )

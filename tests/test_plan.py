@@ -108,7 +108,7 @@ def test_sinks_equal_reference_and_their_gradient_is_the_sum_of_the_ranks_shares
 @pytest.mark.parametrize("groups", [2, 6])
 @pytest.mark.parametrize("preset", [p for p in PRESETS if not begins_with_latent(p)])
 def test_head_groups_one_after_the_other_equal_reference_and_do_the_same_work(preset: str, groups: int) -> None:
-    overrides = ("cp.steps.attend.sinks=true", f"cp.pipeline={groups}")
+    overrides = ("cp.steps.attend.sinks=true", f"cp.head_groups={groups}")
     shape = small(batch=2, sequence=13, heads=12, kv_heads=6, v_head_dim=4)
     for plan in on_all_meshes(preset, 1 if preset == "none" else 4, *overrides, shape=shape):
         assert plan.part.heads == 12 // groups

@@ -207,7 +207,7 @@ def test_random_compositions_reach_everything_and_most_compile() -> None:
         compiled["mask", drawn.mask["kind"]] += 1
         compiled["axes", len(plan.mesh.axes)] += 1
         compiled["rotate", max(len(s.get("rotate", ())) for s in drawn.cp["steps"].values())] += 1
-        compiled["is_pipelined", drawn.cp["pipeline"] > 1] += 1
+        compiled["is_pipelined", drawn.cp["head_groups"] > 1] += 1
     assert set(MASKS) == set(KINDS)
     assert compiled["all"] >= count // 2
     wanted = [("step", k) for k in ("all_to_all", "all_gather", "reorder", "undo", "dense")]

@@ -259,7 +259,7 @@ def test_configuration_becomes_a_toml_that_becomes_the_same_configuration(
         (["cp=usp"], ["usp is no composition that a TOML can ask for", "dsa, none, ulysses"]),
         (["cp=ulysses", "cp.steps.attend.kernel=math"], ["cp.steps.attend.kernel from ulysses as shipped"]),
         (["cp=ulysses", "cp.recompute=skip_attention"], ["cp.recompute from ulysses as shipped"]),
-        (["cp=ring_zigzag", "cp.pipeline=2"], ["cp.pipeline from ring as shipped"]),
+        (["cp=ring_zigzag", "cp.head_groups=2"], ["cp.head_groups from ring as shipped"]),
         (["cp=ulysses", "model=llama3"], ["known there for deepseek_v3 only", "model=deepseek_v3"]),
         (["cp=ulysses", "layout@cp.layout=striped"], ["cp.layout  is striped", "layout@cp.layout=zigzag"]),
         (["cp=ring"], ["cp.layout  is contiguous, which the file cannot ask for"]),

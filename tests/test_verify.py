@@ -103,7 +103,7 @@ def composition(preset: str, case: Case) -> Composition:
             *(preset, case.ranks),
             turn=case.turn,
             order=case.order,
-            pipeline=pipeline,
+            head_groups=pipeline,
             sinks=case.has_sinks,
             kernel=case.kernel,
         ),
@@ -216,8 +216,8 @@ def test_latent_that_the_call_does_not_have_is_refused(preset: str, field: str) 
 def test_head_groups_that_are_not_equal_are_refused(preset: str, heads: int, kv_heads: int, allowed: str) -> None:
     shape = fitting(preset, small(heads=heads, kv_heads=kv_heads))
     groups = next(n for n in count(2) if str(n) not in allowed.split(", ")) if not begins_with_latent(preset) else 2
-    with pytest.raises(LayoutError, match=f"cp.pipeline  {groups} does not divide the heads") as caught:
-        plan_of(preset, f"cp.pipeline={groups}", shape=shape)
+    with pytest.raises(LayoutError, match=f"cp.head_groups  {groups} does not divide the heads") as caught:
+        plan_of(preset, f"cp.head_groups={groups}", shape=shape)
     details = dict(caught.value.problems[0].details)
     assert details["allowed"] == ("1" if begins_with_latent(preset) else allowed)
     assert ("kv_latent and k_rope have one head" in str(caught.value)) == begins_with_latent(preset)

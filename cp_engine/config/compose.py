@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cp_engine.config.hydra_files import composing, shadows
 from cp_engine.config.references import require_bounded
-from cp_engine.config.shipped import conf_dir
+from cp_engine.config.shipped import RENAMED, conf_dir
 from cp_engine.errors import ConfigError, Problem, suggest
 
 OF_CP = re.compile(r"(\+\+|\+|~)?(cp\.|[\w/]+@cp\.)")
@@ -34,6 +34,7 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
         ConfigError: no such preset, or an override that does not apply.
     """
     problems = [_not_of_cp(o) for o in overrides if not OF_CP.match(o)]
+    problems += [_renamed(o) for o in overrides if _key(o) in RENAMED]
     if config_dir is not None and not os.path.isdir(config_dir):
         problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
     elif preset not in presets(config_dir):
@@ -87,6 +88,15 @@ def _no_preset(preset: str, config_dir: str | Path | None) -> Problem:
     near = suggest(preset, names)
     allowed = (("allowed", ", ".join(names)),)
     return Problem(key="cp", what=f"there is no preset {preset!r}", details=allowed, tries=(near,) if near else ())
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _renamed(override: str) -> Problem:
+    key, new = _key(override), RENAMED[_key(override)]
+    return Problem(key=key, what=f"is named {new} now", tries=(override.replace(key, new, 1),))
 
 
 def _not_of_cp(override: str) -> Problem:

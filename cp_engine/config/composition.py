@@ -25,7 +25,7 @@ MOST_BYTES = 2**50
 MOST_COUNTED = 2**20
 """Parts of a mask x ranks: pairs are counted for each."""
 
-KEYS = ("name", "mesh", "axes", "order", "steps", "layout", "degree", "pipeline", "recompute")
+KEYS = ("name", "mesh", "axes", "order", "steps", "layout", "degree", "head_groups", "recompute")
 
 
 def plan_from_config(
@@ -96,9 +96,11 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
     steps = reader.steps(cp, mesh)
     layout = reader.layout(cp, mesh)
     reader.one_of("cp.recompute", cp.get("recompute", "all"), RECOMPUTE)
-    pipeline = cp.get("pipeline", 1)
-    if not isinstance(pipeline, int) or isinstance(pipeline, bool) or pipeline < 1:
-        reader.add("cp.pipeline", f"must be a number of head groups, not {pipeline!r}", tries=("cp.pipeline=1",))
+    head_groups = cp.get("head_groups", 1)
+    if not isinstance(head_groups, int) or isinstance(head_groups, bool) or head_groups < 1:
+        reader.add(
+            "cp.head_groups", f"must be a number of head groups, not {head_groups!r}", tries=("cp.head_groups=1",)
+        )
     if not reader.problems and layout is not None:
         used = {a for s in steps for a in used_axes(s)} | set(layout.over or ())
         for axis in mesh.axes:
@@ -116,8 +118,8 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
     if reader.problems or layout is None:
         raise ConfigError(reader.problems, f"cp={cp.get('name') or 'composition'}")
     recompute = str(cp.get("recompute", "all"))
-    assert isinstance(pipeline, int)
-    return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=recompute, pipeline=pipeline)
+    assert isinstance(head_groups, int)
+    return Composition(name=name, mesh=mesh, layout=layout, steps=steps, recompute=recompute, head_groups=head_groups)
 
 
 def _open_axes(steps: Sequence[Step]) -> Iterator[str]:

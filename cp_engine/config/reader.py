@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
 
 from cp_engine.algebra.layout import Mesh
+from cp_engine.config.shipped import RENAMED
 from cp_engine.errors import SHOWN, Problem, calling, letters, named, shown, suggest
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import Order
@@ -29,7 +30,11 @@ class Reader:
 
     def unknown(self, where: str, node: Mapping[str, object], allowed: Sequence[str]) -> None:
         for key in node:
-            if key not in allowed:
+            if new := RENAMED.get(f"{where}.{key}"):
+                self.add(
+                    f"{where}.{key}", f"is named {new} now", tries=(f"'~{where}.{key}' ++{new}={shown(node[key])}",)
+                )
+            elif key not in allowed:
                 near = suggest(key, allowed) if len(self.problems) < SHOWN else None
                 right = f" ++{where}.{near}={shown(node[key])}" if near else ""
                 tries = (f"'~{where}.{key}'{right}",)

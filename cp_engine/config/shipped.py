@@ -1,6 +1,9 @@
-"""Where the configuration that ships lies."""
+"""Where the configuration that ships lies, and what became of keys of older ones."""
 
 from pathlib import Path
+
+RENAMED = {"cp.pipeline": "cp.head_groups"}
+"""Keys of older versions; the old one is refused with the new one named."""
 
 
 def conf_dir() -> Path:

@@ -40,7 +40,7 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "layout": plan.order,
         "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
         "entry": _layout(plan.entry, plan, plan.inputs[:2]),
-        "pipeline": plan.pipeline,
+        "head_groups": plan.head_groups,
         "losses": list(plan.losses),
         "steps": [_step(s, plan, i, device) for i, s in enumerate(plan.steps)],
         "bytes_sent": {**dict(zip(ways, map(max, total.sent), strict=True)), "per_rank": [list(x) for x in total.sent]},
@@ -165,7 +165,7 @@ def _indexer(shape: Shape) -> str:
 
 def _table(plan: Plan) -> str:
     table = Table(box=None, pad_edge=False, header_style="", padding=(0, 2, 0, 0))
-    shape = "local shape" if plan.pipeline == 1 else "local shape, one group"
+    shape = "local shape" if plan.head_groups == 1 else "local shape, one group"
     for name in ("step", "layout after", shape, "sent, forward", "backward"):
         table.add_column(name, no_wrap=True, overflow="ignore")
     entry = plan.entry
@@ -187,7 +187,7 @@ def _table(plan: Plan) -> str:
             if moved
             else f"{','.join(planned.step.losses)}: this rank's share",
             _shapes(planned.layout_after(moved[0]), plan, moved) if moved else "",
-            *(_bytes(max(cost.bytes_sent[way]) * plan.pipeline) if cost.collectives[way] else "-" for way in (0, 1)),
+            *(_bytes(max(cost.bytes_sent[way]) * plan.head_groups) if cost.collectives[way] else "-" for way in (0, 1)),
         )
     console = Console(file=StringIO(), width=1000, color_system=None)  # never cut; a terminal may wrap
     console.print(table)
@@ -250,7 +250,7 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             facts.append(("heads", f"{step.name}: {beside[0]} {how}, {size} per rank, which is not in sent"))
     moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
     for planned, cost in moving:
-        n, m = (c * plan.pipeline for c in cost.collectives)
+        n, m = (c * plan.head_groups for c in cost.collectives)
         if isinstance(planned.step, Exchange):
             packed = planned.step.is_packed(planned, plan)
             how = "tensors of one dtype together" if packed else "each tensor alone"
@@ -264,9 +264,9 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             hops = f"{n} hop{'s' * (n != 1)}"
             how = f"{hops} around {axes} while blocks are attended to; {m} backward, with gradients"
             facts.append(("rotation", f"{planned.step.name}: {how}"))
-    if plan.pipeline > 1:
+    if plan.head_groups > 1:
         group = f"{plan.part.heads}|{plan.part.kv_heads}" if plan.part.group_size > 1 else f"{plan.part.heads}"
-        facts.append(("pipeline", f"{plan.pipeline} groups of {group} heads: one computes while others travel"))
+        facts.append(("groups", f"{plan.head_groups} of {group} heads: one computes while others travel"))
     total = totals(plan)
     if moving:
         sent, links = [_bytes(max(x)) for x in total.sent], [_bytes(x) for x in total.busiest_link]

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from cp_engine.algebra.mask import KINDS
 from cp_engine.config.compose import groups, options
+from cp_engine.config.shipped import RENAMED
 from cp_engine.errors import Problem, suggest
 from cp_engine.job.checks import hydra_keys
 from cp_engine.job.checks.keys import known_keys, near_keys, unknown_key
@@ -187,6 +188,8 @@ def _misnamed(refusal: Refusal, meant: Sequence[str]) -> Problem:
 
 def _unknown(refusal: Refusal, composed: DictConfig) -> Problem:
     key, value = refusal.key, refusal.value
+    if new := RENAMED.get(key):
+        return Problem(key=key, what=f"is named {new} now", tries=refusal.assigned([new]))
     of_hydra = key.startswith(hydra_keys.OF_HYDRA)
     choices = [name for name in refusal.choices if name.startswith("hydra/") == of_hydra]
     relocated = [name for name in choices if key and name.partition("@")[2] == key.replace("/", ".")]

@@ -52,16 +52,16 @@ def totals(plan: Plan) -> Totals:
     links = np.zeros((2, plan.degree, plan.degree), dtype=np.int64)
     for planned in plan.steps:
         for way, table in enumerate(planned.links(plan)):
-            links[way] += table * plan.pipeline
+            links[way] += table * plan.head_groups
     attends = [s.layout_before("q") for s in plan.steps if "out" in s.step.makes]
     return Totals(
         sent=(tuple(map(int, links[0].sum(1))), tuple(map(int, links[1].sum(1)))),
         busiest_link=(int(links[0].max()), int(links[1].max())),
         collectives=(
-            plan.pipeline * sum(c.collectives[0] for c in plan.costs),
-            plan.pipeline * sum(c.collectives[1] for c in plan.costs),
+            plan.head_groups * sum(c.collectives[0] for c in plan.costs),
+            plan.head_groups * sum(c.collectives[1] for c in plan.costs),
         ),
-        pairs=tuple(plan.pipeline * sum(c.pairs[r] for c in plan.costs) for r in ranks),
-        index_pairs=tuple(plan.pipeline * sum(c.index_pairs[r] for c in plan.costs if c.index_pairs) for r in ranks),
+        pairs=tuple(plan.head_groups * sum(c.pairs[r] for c in plan.costs) for r in ranks),
+        index_pairs=tuple(plan.head_groups * sum(c.index_pairs[r] for c in plan.costs if c.index_pairs) for r in ranks),
         idle=tuple(r for r in ranks if any(not (q.heads[r].count and q.sequence[r].count) for q in attends)),
     )

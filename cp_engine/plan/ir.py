@@ -164,7 +164,7 @@ class Composition:
         layout: how the model's tokens are dealt.
         steps: in the order in which they run.
         recompute: what activation checkpointing repeats.
-        pipeline: head groups that run one after the other.
+        head_groups: head groups that run one after the other.
     """
 
     name: str
@@ -172,7 +172,7 @@ class Composition:
     layout: Order
     steps: tuple[Step, ...]
     recompute: str
-    pipeline: int = 1
+    head_groups: int = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ class Plan:
         parameters: parameters of the model that the call brings.
         losses: what comes out beside out, each rank's share of a sum.
         recompute: what activation checkpointing repeats; `all` is everything, `skip_attention` all but the composition.
-        pipeline: head groups that run one after the other, so that one travels while another computes.
+        head_groups: head groups that run one after the other, so that one travels while another computes.
         is_mask_from_call: whether each call brings its own mask, and `mask` stands for it.
         composition: what was proved, to be proved again for the mask of a call.
     """
@@ -213,14 +213,14 @@ class Plan:
     parameters: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     recompute: str = "all"
-    pipeline: int = 1
+    head_groups: int = 1
     is_mask_from_call: bool = False
     composition: Composition | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def part(self) -> Shape:
         """The call of one head group, which the steps are planned for."""
-        return part_of(self.shape, self.pipeline)
+        return part_of(self.shape, self.head_groups)
 
     @property
     def degree(self) -> int:
@@ -255,7 +255,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash that is equal on ranks whose plans are equal."""
         steps = [(repr(s.step), hash_of(s.after)) for s in self.steps]
-        rest = (self.mesh, self.shape, self.mask, self.order, self.pipeline, self.recompute)
+        rest = (self.mesh, self.shape, self.mask, self.order, self.head_groups, self.recompute)
         return hashlib.sha256(repr((*rest, steps)).encode()).hexdigest()[:16]
 
 

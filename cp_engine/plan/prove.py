@@ -40,7 +40,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
     """
     mesh, inputs = composition.mesh, composition.inputs
     _require_inputs(composition, inputs, shape)
-    part = part_of(shape, composition.pipeline)
+    part = part_of(shape, composition.head_groups)
     with named("cp.layout", source(composition)), calling(composition.layout, "spread"):
         sequence = composition.layout.spread(mesh, shape.sequence, mask)
     entry = Layout(sequence, (whole(part.heads),) * mesh.degree)
@@ -86,7 +86,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         parameters=tuple(dict.fromkeys(p for s in composition.steps for p in s.parameters)),
         losses=tuple(name for s in composition.steps for name in s.losses),
         recompute=composition.recompute,
-        pipeline=composition.pipeline,
+        head_groups=composition.head_groups,
         composition=composition,
     )
 
@@ -156,7 +156,7 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
         rule = ("rule", "a model with an indexer is trained with the attention that it selects for")
         tries = ("a composition with lightning_indexer and sparse_attention", "a model without an indexer")
         problems.append(Problem(key=f"cp.steps.{dense[0].name}", what=what, details=(rule,), tries=tries))
-    n = composition.pipeline
+    n = composition.head_groups
     if n > 1 and (shape.heads % n or shape.kv_heads % n or shared):
         common = gcd(shape.heads, shape.kv_heads)
         legal = [i for i in range(1, common + 1) if common % i == 0 and not (shared and i > 1)]
@@ -167,13 +167,13 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
         )
         problems.append(
             Problem(
-                key="cp.pipeline",
+                key="cp.head_groups",
                 what=f"{n} does not divide the heads: {why}",
                 details=(
                     ("allowed", ", ".join(map(str, legal))),
                     ("rule", "head groups are equal, and each has kv heads of its own"),
                 ),
-                tries=(f"cp.pipeline={max(i for i in legal if i <= n)}",),
+                tries=(f"cp.head_groups={max(i for i in legal if i <= n)}",),
             )
         )
     if problems:

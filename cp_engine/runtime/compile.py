@@ -80,7 +80,7 @@ def compile(
             what = "is one string, and a list is needed: each override by itself"
             problems.append(Problem(key="overrides", what=what, tries=(f"overrides=[{overrides!r}]",)))
         elif not isinstance(overrides, list | tuple) or not all(isinstance(o, str) for o in overrides):
-            problems += wrong("overrides", overrides, (), "a list of texts", "overrides=['cp.pipeline=2']")
+            problems += wrong("overrides", overrides, (), "a list of texts", "overrides=['cp.head_groups=2']")
         if device not in (None, *DEVICES):
             details = (("allowed", ", ".join(DEVICES)),)
             problems.append(Problem(key="device", what=f"{device!r} is no type of device", details=details))

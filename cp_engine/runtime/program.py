@@ -102,7 +102,7 @@ class Program:
         self.sizes: tuple[int, ...] = ()  # tensors that each operation saves, known after `outline`
         self.forwards = self.backwards = self.compiled_runs = 0  # passes that began, and forward ones of a graph
         self.operations: tuple[Operation, ...] = tuple(_lowered(s, plan, target) for s in plan.steps)
-        self._groups = plan.pipeline
+        self._groups = plan.head_groups
         self._parameters = frozenset(plan.parameters)
 
     def __call__(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], scale: float) -> list[Tensor]:
