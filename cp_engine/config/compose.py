@@ -34,7 +34,7 @@ def compose(preset: str, overrides: Sequence[str] = (), config_dir: str | Path |
         ConfigError: no such preset, or an override that does not apply.
     """
     problems = [_not_of_cp(o) for o in overrides if not OF_CP.match(o)]
-    problems += [_renamed(o) for o in overrides if _key(o) in RENAMED]
+    problems += [_renamed(o) for o in overrides if _key(o) in RENAMED and not o.startswith("~")]
     if config_dir is not None and not os.path.isdir(config_dir):
         problems.append(Problem(key="config_dir", what=f"there is no folder {config_dir}"))
     elif preset not in presets(config_dir):
