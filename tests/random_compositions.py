@@ -15,7 +15,7 @@ from cp_engine.algebra.mask import KINDS, is_from_call
 from cp_engine.algebra.shape import Shape
 from cp_engine.config.composition import RECOMPUTE, plan_from_config
 from cp_engine.plan.ir import Plan
-from cp_engine.primitives.table import ORDERS, STEPS
+from cp_engine.primitives.table import LAYOUTS, STEPS
 
 Node = dict[str, Any]  # as YAML gives it
 T = TypeVar("T")
@@ -219,7 +219,7 @@ def plausible(random: Random, axes: Sequence[str], *, is_latent: bool) -> dict[s
 
 def order(random: Random, axes: Sequence[str]) -> Node:
     over = some(random, axes) if axes and maybe(random, 50) else None
-    out = {"kind": random.choice(list(ORDERS)), "over": over}
+    out = {"kind": random.choice(list(LAYOUTS)), "over": over}
     return {**out, "chunks": random.randint(1, 4)} if out["kind"] == "balanced" and maybe(random, 70) else out
 
 
@@ -255,7 +255,7 @@ def step(random: Random, kind: str, axes: Sequence[str], names: Sequence[str]) -
             continue
         if f.name in ("axes", "over", "rotate"):
             out[f.name] = some(random, axes)
-        elif f.metadata.get("is_order"):
+        elif f.metadata.get("is_layout"):
             out[f.name] = order(random, axes)
         elif f.metadata.get("is_step"):
             out[f.name] = random.choice(names)

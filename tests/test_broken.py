@@ -20,7 +20,7 @@ from cp_engine.kernels import math as math_kernel
 from cp_engine.kernels import tiled
 from cp_engine.plan.ir import Plan, PlannedStep
 from cp_engine.plan.state import State
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives import dense_operation
 from cp_engine.primitives.collective import AllGather
 from cp_engine.primitives.dense import Dense
@@ -177,12 +177,12 @@ def test_verify_reports_two_positions_that_are_swapped_between_ranks(layout: str
 
 
 @pytest.mark.parametrize("kind", [Contiguous, Zigzag, Striped])
-def test_tables_by_hand_report_one_position_that_is_elsewhere(kind: type[Order], monkeypatch: patch) -> None:
+def test_tables_by_hand_report_one_position_that_is_elsewhere(kind: type[TokenLayout], monkeypatch: patch) -> None:
     from tests.test_layout import TABLES, test_positions_as_written_by_hand
 
     deal = kind.deal
 
-    def swapped(self: Order, held: IndexSet, ranks: int, masked: mask.Mask) -> list[IndexSet]:
+    def swapped(self: TokenLayout, held: IndexSet, ranks: int, masked: mask.Mask) -> list[IndexSet]:
         dealt = deal(self, held, ranks, masked)
         if ranks == 1:
             return dealt

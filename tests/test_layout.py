@@ -14,7 +14,7 @@ from cp_engine.algebra.transfer import Transfer
 from cp_engine.job import explain
 from cp_engine.job.verify import reference
 from cp_engine.plan.cost import totals
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.layouts import Balanced, Contiguous, Striped, Zigzag
 from tests.helpers import assert_equals_reference, index_set, index_sets, masks, partitions, plan_of, small
 
@@ -23,7 +23,7 @@ SQUARE = Mesh(axes=("a", "b"), sizes=(2, 2))
 SQUARE_BA = Mesh(axes=("b", "a"), sizes=(2, 2))
 
 # (order, mesh, sequence) -> positions of each rank, in local order; written by hand
-TABLES: list[tuple[Order, Mesh, int, list[list[int]]]] = [
+TABLES: list[tuple[TokenLayout, Mesh, int, list[list[int]]]] = [
     (Contiguous(), ONE_AXIS[1], 4, [[0, 1, 2, 3]]),
     (Contiguous(), ONE_AXIS[2], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
     (Contiguous(), ONE_AXIS[4], 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
@@ -58,7 +58,7 @@ TABLES: list[tuple[Order, Mesh, int, list[list[int]]]] = [
 
 
 @pytest.mark.parametrize(("order", "mesh", "size", "positions"), TABLES)
-def test_positions_as_written_by_hand(order: Order, mesh: Mesh, size: int, positions: list[list[int]]) -> None:
+def test_positions_as_written_by_hand(order: TokenLayout, mesh: Mesh, size: int, positions: list[list[int]]) -> None:
     assert [list(s) for s in order.spread(mesh, size, mask_of("causal", size))] == positions
 
 
@@ -68,7 +68,9 @@ def test_positions_as_written_by_hand(order: Order, mesh: Mesh, size: int, posit
     st.data(),
     st.integers(1, 60),
 )
-def test_positions_partition_the_sequence(kind: type[Order], sizes: list[int], data: st.DataObject, size: int) -> None:
+def test_positions_partition_the_sequence(
+    kind: type[TokenLayout], sizes: list[int], data: st.DataObject, size: int
+) -> None:
     mesh = Mesh(axes=tuple("abc"[: len(sizes)]), sizes=tuple(sizes))
     over = data.draw(st.none() | st.lists(st.sampled_from(mesh.axes), unique=True, min_size=1).map(tuple))
     spread = kind(over=over).spread(mesh, size, mask_of(data.draw(masks(size)), size))

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from cp_engine.algebra.index_set import IndexSet, Run, union, whole
 from cp_engine.algebra.layout import Layout, contiguous
 from cp_engine.plan.state import Refused
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.exchange import Exchange
 """
 ORDER = """
 @dataclass(frozen=True, kw_only=True)
-class Mine(Order):
+class Mine(TokenLayout):
     kind = "mine"
     turns: int = 1
     def deal(self, held, ranks, mask):

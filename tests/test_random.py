@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cp_engine.algebra.mask import KINDS
 from cp_engine.errors import CPError
-from cp_engine.primitives.table import ORDERS
+from cp_engine.primitives.table import LAYOUTS
 from tests.helpers import small
 from tests.random_compositions import MASKS, Case, Node, case, gather, maybe, to_heads
 from tests.random_faults import MUTATIONS, mutated
@@ -211,7 +211,7 @@ def test_random_compositions_reach_everything_and_most_compile() -> None:
     assert set(MASKS) == set(KINDS)
     assert compiled["all"] >= count // 2
     wanted = [("step", k) for k in ("all_to_all", "all_gather", "reorder", "undo", "dense")]
-    wanted += [("layout", k) for k in ORDERS] + [("mask", k) for k in KINDS] + [("axes", n) for n in (0, 1, 2, 3)]
+    wanted += [("layout", k) for k in LAYOUTS] + [("mask", k) for k in KINDS] + [("axes", n) for n in (0, 1, 2, 3)]
     wanted += [("rotate", n) for n in (0, 1, 2)] + [("is_pipelined", True)]
     wanted += [("refused", e) for e in ("ConfigError", "LayoutError", "CoverageError")]
     assert [w for w in wanted if not compiled[w]] == []

@@ -24,7 +24,7 @@ from cp_engine.job.verify.attention import inputs_of
 from cp_engine.plan.cost import totals
 from cp_engine.plan.ir import Plan
 from cp_engine.plan.prove import prove
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.runtime.memory import peak
 from cp_engine.runtime.program import Program
 from tests.helpers import (
@@ -162,7 +162,7 @@ def test_pad_tokens_behind_any_number_of_real_ones_move_nothing(preset: str, is_
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoStreams(Order):
+class TwoStreams(TokenLayout):
     """Two streams one after the other in the sequence, each dealt on its own."""
 
     kind = "two_streams"

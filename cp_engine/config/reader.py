@@ -8,10 +8,10 @@ from cp_engine.algebra.layout import Mesh
 from cp_engine.config.shipped import RENAMED
 from cp_engine.errors import SHOWN, Problem, calling, letters, named, shown, suggest
 from cp_engine.plan.ir import Step
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.table import installed
 
-P = TypeVar("P", Order, Step)
+P = TypeVar("P", TokenLayout, Step)
 
 MOST_RANKS = 2048
 """A plan has tables of ranks x ranks."""
@@ -130,11 +130,11 @@ class Reader:
         return mesh
 
     # -------------------------------------------------------------- layout and steps
-    def layout(self, cp: Mapping[str, object], mesh: Mesh) -> Order | None:
-        return self.order_of("cp.layout", cp.get("layout"), mesh)
+    def layout(self, cp: Mapping[str, object], mesh: Mesh) -> TokenLayout | None:
+        return self.layout_of("cp.layout", cp.get("layout"), mesh)
 
-    def order_of(self, key: str, node: object, mesh: Mesh) -> Order | None:
-        orders = {k: c for k, c in self.table.items() if issubclass(c, Order)}
+    def layout_of(self, key: str, node: object, mesh: Mesh) -> TokenLayout | None:
+        orders = {k: c for k, c in self.table.items() if issubclass(c, TokenLayout)}
         whole = node
         if isinstance(node, str):
             node = {"kind": node}
@@ -237,8 +237,8 @@ class Reader:
         self, key: str, f: "Field[object]", declared: Any, value: object, mesh: Mesh, steps: Sequence[str]
     ) -> object:
         rule = f.metadata
-        if rule.get("is_order"):
-            return self.order_of(key, value, mesh)
+        if rule.get("is_layout"):
+            return self.layout_of(key, value, mesh)
         if declared is str:
             if rule.get("is_step"):
                 self.one_of(key, value, list(steps)) if steps else self.add(

@@ -16,7 +16,7 @@ from cp_engine.plan.ir import Plan, PlannedStep, Step
 from cp_engine.primitives.dense import Dense
 from cp_engine.primitives.exchange import Exchange
 from cp_engine.primitives.sparse_rules import SparseStep
-from cp_engine.primitives.table import ORDERS
+from cp_engine.primitives.table import LAYOUTS
 from cp_engine.runtime.memory import TRACED_RANKS, peak
 
 
@@ -37,7 +37,7 @@ def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
         "ranks": plan.degree,
         "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)),
         "mask": plan.mask.kind,
-        "layout": plan.order,
+        "layout": plan.tokens,
         "shape": {k: getattr(shape, k) for k in shape.__dataclass_fields__},
         "entry": _layout(plan.entry, plan, plan.inputs[:2]),
         "head_groups": plan.head_groups,
@@ -147,7 +147,7 @@ def text(plan: Plan, device: str = "cpu") -> str:
     has_latent = bool(set(plan.inputs) & set(SHARED))
     latent = f", latent {shape.latent_dim}, rope {shape.rope_dim}" if has_latent else ""
     lines = [
-        f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.order}   mask {plan.mask.kind}",
+        f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.tokens}   mask {plan.mask.kind}",
         f"one call: batch {shape.batch}, sequence {shape.sequence}, {heads}, {dims}{latent}, {shape.dtype}",
         *([_indexer(shape)] if "q_index" in plan.inputs else []),
         "",
@@ -210,9 +210,9 @@ def _cuts(layout: Layout, plan: Plan) -> str:
 def _order(layout: Layout, plan: Plan) -> str:
     """How the tokens of a layout are dealt, in the words of the layout group."""
     if layout.sequence == plan.entry.sequence:
-        return plan.order.split()[0]  # over which axes, the first line says
+        return plan.tokens.split()[0]  # over which axes, the first line says
     axes = cut_by(plan.mesh, layout.sequence)
-    for kind, order in ORDERS.items():
+    for kind, order in LAYOUTS.items():
         if order().divide(plan.mesh, [whole(plan.shape.sequence)] * plan.degree, axes, plan.mask) == layout.sequence:
             return kind
     is_dealt = sum(layout.sequence[r].count for r in plan.mesh.groups(axes)[0]) <= plan.shape.sequence

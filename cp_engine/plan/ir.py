@@ -14,7 +14,7 @@ from cp_engine.algebra.shape import BYTES, MADE, WITHOUT_GRADIENT, Shape, part_o
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import Faulty, calling, named, require
 from cp_engine.plan.state import State
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     from cp_engine.exchange.operation import Operation
@@ -169,7 +169,7 @@ class Composition:
 
     name: str
     mesh: Mesh
-    layout: Order
+    layout: TokenLayout
     steps: tuple[Step, ...]
     recompute: str
     head_groups: int = 1
@@ -191,7 +191,7 @@ class Plan:
 
     Args:
         name: the preset's name, for people.
-        order: how the model's tokens are dealt, for people, such as `zigzag over ring`.
+        tokens: how the model's tokens are dealt, for people, such as `zigzag over ring`.
         entry: the layout of the inputs and of the result, in the heads of one head group.
         inputs: tensors that the call brings, in this order.
         parameters: parameters of the model that the call brings.
@@ -206,7 +206,7 @@ class Plan:
     mesh: Mesh
     shape: Shape
     mask: Mask
-    order: str
+    tokens: str
     entry: Layout
     steps: tuple[PlannedStep, ...]
     inputs: tuple[str, ...] = ("q", "k", "v")
@@ -255,7 +255,7 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash that is equal on ranks whose plans are equal."""
         steps = [(repr(s.step), hash_of(s.after)) for s in self.steps]
-        rest = (self.mesh, self.shape, self.mask, self.order, self.head_groups, self.recompute)
+        rest = (self.mesh, self.shape, self.mask, self.tokens, self.head_groups, self.recompute)
         return hashlib.sha256(repr((*rest, steps)).encode()).hexdigest()[:16]
 
 

@@ -79,7 +79,7 @@ def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
         mesh=mesh,
         shape=shape,
         mask=mask,
-        order=str(composition.layout),
+        tokens=str(composition.layout),
         entry=entry,
         steps=tuple(planned),
         inputs=inputs,

@@ -12,7 +12,7 @@ from cp_engine.errors import Faulty, calling, is_foreign, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order(ABC):
+class TokenLayout(ABC):
     """How positions are dealt.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from cp_engine.algebra.layout import Layout, contiguous, cut
 from cp_engine.plan.state import Passed, Refused, State
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.exchange import Exchange
 
 DIMS = ("sequence", "heads")
@@ -146,7 +146,7 @@ class Reorder(Exchange):
     """
 
     kind = "reorder"
-    to: Order = field(metadata={"is_order": True})
+    to: TokenLayout = field(metadata={"is_layout": True})
     over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
 
     @property

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from cp_engine.algebra.index_set import IndexSet, shares, union, whole
 from cp_engine.algebra.layout import contiguous
 from cp_engine.algebra.mask import Mask
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contiguous(Order):
+class Contiguous(TokenLayout):
     """Neighbouring tokens together; the first ranks hold one more when there is a remainder."""
 
     kind = "contiguous"
@@ -26,7 +26,7 @@ class Contiguous(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zigzag(Order):
+class Zigzag(TokenLayout):
     """Rank r of P holds chunks r and 2P - 1 - r of 2P, so that causal work is equal.
 
     Source: torch/distributed/tensor/experimental/_context_parallel/_load_balancer.py (head-tail).
@@ -40,7 +40,7 @@ class Zigzag(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Striped(Order):
+class Striped(TokenLayout):
     """Rank r of P holds every P-th token from r on. Source: arXiv 2311.09431."""
 
     kind = "striped"
@@ -50,7 +50,7 @@ class Striped(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Balanced(Order):
+class Balanced(TokenLayout):
     """Chunks dealt by work: ranks differ by at most one chunk's visible pairs, and hold equally many chunks.
 
     In rounds of one chunk per rank, heaviest chunks first, the rank with least work takes the heaviest: the difference of two ranks

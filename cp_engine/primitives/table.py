@@ -10,14 +10,14 @@ from typing import get_type_hints
 
 from cp_engine.errors import GROUP, ConfigError, Problem, raised, unloadable
 from cp_engine.plan.ir import Step
-from cp_engine.plan.token_layout import Order
+from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.collective import AllGather, AllToAll, Reorder, Undo
 from cp_engine.primitives.dense import Dense
 from cp_engine.primitives.expand import Expand
 from cp_engine.primitives.layouts import Balanced, Contiguous, Striped, Zigzag
 from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse
 
-ORDERS: Mapping[str, type[Order]] = {c.kind: c for c in (Contiguous, Zigzag, Striped, Balanced)}
+LAYOUTS: Mapping[str, type[TokenLayout]] = {c.kind: c for c in (Contiguous, Zigzag, Striped, Balanced)}
 """Config group `layout/`."""
 
 STEPS: Mapping[str, type[Step]] = {
@@ -25,15 +25,15 @@ STEPS: Mapping[str, type[Step]] = {
 }
 """Config groups `collective/` and `attention/`."""
 
-PRIMITIVES: Mapping[str, type[Order] | type[Step]] = {**ORDERS, **STEPS}
+PRIMITIVES: Mapping[str, type[TokenLayout] | type[Step]] = {**LAYOUTS, **STEPS}
 
 
 READABLE = (str, int, float, bool, tuple[str, ...], tuple[str, ...] | None)
-FIELDS = "fields are str, int, float, bool, tuple[str, ...], or a layout with metadata={'is_order': True}"
+FIELDS = "fields are str, int, float, bool, tuple[str, ...], or a layout with metadata={'is_layout': True}"
 """What a field of a primitive may be, since it is a key of a YAML file."""
 
 
-def installed() -> dict[str, type[Order] | type[Step]]:
+def installed() -> dict[str, type[TokenLayout] | type[Step]]:
     """The table with what other installed packages add to it.
 
     Raises:
@@ -43,7 +43,7 @@ def installed() -> dict[str, type[Order] | type[Step]]:
 
 
 @cache
-def _installed(path: tuple[str, ...]) -> Mapping[str, type[Order] | type[Step]]:
+def _installed(path: tuple[str, ...]) -> Mapping[str, type[TokenLayout] | type[Step]]:
     """Looked up once for each path: reading the metadata of all packages takes longer than planning."""
     table = dict(PRIMITIVES)
     problems: list[Problem] = []
@@ -64,8 +64,8 @@ def _installed(path: tuple[str, ...]) -> Mapping[str, type[Order] | type[Step]]:
 
 def _faults(primitive: object, table: Mapping[str, type]) -> Iterator[tuple[str, str]]:
     """What a class lacks that every primitive has, and the rule; before any method is called."""
-    if not (isinstance(primitive, type) and issubclass(primitive, Order | Step)):
-        yield f"is {primitive!r}", "a primitive is a class derived from Step or Order"
+    if not (isinstance(primitive, type) and issubclass(primitive, TokenLayout | Step)):
+        yield f"is {primitive!r}", "a primitive is a class derived from Step or TokenLayout"
         return
     kind, name = getattr(primitive, "kind", None), primitive.__name__
     if not isinstance(kind, str) or not kind or "kind" not in vars(primitive):
@@ -85,7 +85,7 @@ def _faults(primitive: object, table: Mapping[str, type]) -> Iterator[tuple[str,
         yield f"{name} has fields whose types cannot be read: {raised(error)}", FIELDS
         return
     for field in fields(primitive):
-        if types[field.name] not in READABLE and not field.metadata.get("is_order"):
+        if types[field.name] not in READABLE and not field.metadata.get("is_layout"):
             yield f"{name}.{field.name} is declared as {types[field.name]}", FIELDS
 
 

@@ -294,7 +294,7 @@ def _require_equal(plan: Plan, group: dist.ProcessGroup, ranks: tuple[int, ...],
     mine: dict[str, str] = {
         "torch": torch.__version__,
         "cp.mesh": str(dict(zip(plan.mesh.axes, plan.mesh.sizes, strict=True))),
-        "cp.layout": plan.order,
+        "cp.layout": plan.tokens,
         "mask": str(plan.mask),
         **{f"shape.{k}": str(getattr(plan.shape, k)) for k in plan.shape.__dataclass_fields__},
         **{f"cp.steps.{s.step.name}": repr(s.step) for s in plan.steps},

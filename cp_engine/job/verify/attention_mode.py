@@ -69,7 +69,7 @@ def run(config: Mapping[str, object], plan: Plan, output_dir: Path) -> bool:
     sizes = f"batch {shape.batch}, sequence {shape.sequence}, heads {heads}, head_dim {dims}"
     console = Screen(width=110, highlight=False)
     console.print(
-        f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.order}\n"
+        f"{plan.name}: {where}{computed} against dense attention in float64\n{sizes}, mask {plan.mask.kind}, tokens {plan.tokens}\n"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="")
     for name in (*(["rank"] if on_ranks else []), "compared", "largest error", "bound", ""):
@@ -107,7 +107,7 @@ def _rehearsed(config: Mapping[str, object], plan: Plan) -> bool:
     print(f"{plan.name}: {plan.degree} ranks in one process, by Ascend's operators in {taken.dtype},")
     print("against one rank by torch operations in float64, row by row")
     sizes = f"batch {taken.batch}, sequence {taken.sequence}, heads {taken.heads}, {taken.index_heads} index heads"
-    print(f"{sizes}, {taken.selected} keys selected, mask {plan.mask.kind}, tokens {plan.order}\n")
+    print(f"{sizes}, {taken.selected} keys selected, mask {plan.mask.kind}, tokens {plan.tokens}\n")
     for row in rows:
         print(f"{row.name:<12} {row.error:.1e}   <= {row.bound:.1e}   {'ok' if row.is_good else 'WRONG'}")
     is_good = all(row.is_good for row in rows)
