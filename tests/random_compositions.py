@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from cp_engine.algebra.mask import KINDS, is_from_call
 from cp_engine.algebra.shape import Shape
 from cp_engine.config.composition import RECOMPUTE, plan_from_config
+from cp_engine.plan.fields import KIND, Choice, OfLayout, StepName
 from cp_engine.plan.ir import Plan
 from cp_engine.primitives.table import LAYOUTS, STEPS
 
@@ -255,14 +256,14 @@ def step(random: Random, kind: str, axes: Sequence[str], names: Sequence[str]) -
             continue
         if f.name in ("axes", "over", "rotate"):
             out[f.name] = some(random, axes)
-        elif f.metadata.get("is_layout"):
+        elif isinstance(kind := f.metadata.get(KIND), OfLayout):
             out[f.name] = order(random, axes)
-        elif f.metadata.get("is_step"):
+        elif isinstance(kind, StepName):
             out[f.name] = random.choice(names)
         elif f.name == "tensors":
             out[f.name] = random.choice([["q", "k", "v"], ["k", "v"], ["q"], ["out"], some(random, TENSORS)])
         elif f.type is bool:
             out[f.name] = maybe(random, 50)
-        elif "allowed" in f.metadata:
-            out[f.name] = random.choice(list(f.metadata["allowed"]))
+        elif isinstance(kind, Choice):
+            out[f.name] = random.choice(list(kind.names))
     return out

@@ -10,6 +10,7 @@ from cp_engine.algebra.mask import Mask, is_from_call, mask_of
 from cp_engine.algebra.shape import BYTES, Shape
 from cp_engine.config.reader import Reader
 from cp_engine.errors import ConfigError, Problem
+from cp_engine.plan.fields import KIND, Axes
 from cp_engine.plan.ir import Composition, Plan, Step, used_axes
 from cp_engine.plan.mask_per_call import require_any_mask
 from cp_engine.plan.prove import prove
@@ -125,7 +126,7 @@ def read(cp: Mapping[str, object], world_degree: int | None) -> Composition:
 def _open_axes(steps: Sequence[Step]) -> Iterator[str]:
     """Keys of steps that may name axes, and name none."""
     for step in steps:
-        named = [f.name for f in fields(step) if f.metadata.get("is_axes")]
+        named = [f.name for f in fields(step) if isinstance(f.metadata.get(KIND), Axes)]
         yield from (f"cp.steps.{step.name}.{name}" for name in named if getattr(step, name) == ())
 
 

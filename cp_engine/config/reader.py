@@ -1,12 +1,13 @@
 """Reader: names, types and values of a composition, field by field; it collects problems instead of raising."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
 
 from cp_engine.algebra.layout import Mesh
 from cp_engine.config.shipped import RENAMED
 from cp_engine.errors import SHOWN, Problem, calling, letters, named, shown, suggest
+from cp_engine.plan.fields import Place, kind_of
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.table import installed
@@ -220,72 +221,15 @@ class Reader:
         self.unknown(key, node, list(declared))
         values: dict[str, Any] = {**given}  # each checked against its field's declaration
         for name, f in declared.items():
+            of, at = kind_of(types[name], f), Place(key=f"{key}.{name}", mesh=mesh, steps=steps, default=f.default)
             if name in node and node[name] != "???":
-                values[name] = self.value(f"{key}.{name}", f, types[name], node[name], mesh, steps)
+                values[name] = of.read(self, node[name], at)
             elif f.default is MISSING:
-                self.add(
-                    f"{key}.{name}",
-                    f"has no value, and {kind.kind} needs one",
-                    details=(("allowed", _allowed(f, mesh, steps)),),
-                )
+                self.add(at.key, f"has no value, and {kind.kind} needs one", (("allowed", of.allowed(at)),))
         if len(self.problems) != count:
             return None
         with named(key), calling(kind, "__init__"):
             return kind(**values)
-
-    def value(
-        self, key: str, f: "Field[object]", declared: Any, value: object, mesh: Mesh, steps: Sequence[str]
-    ) -> object:
-        rule = f.metadata
-        if rule.get("is_layout"):
-            return self.layout_of(key, value, mesh)
-        if declared is str:
-            if rule.get("is_step"):
-                self.one_of(key, value, list(steps)) if steps else self.add(
-                    key, f"{value!r} is not one of the other steps"
-                )
-            elif "allowed" in rule:
-                self.one_of(key, value, rule["allowed"])
-            else:
-                self.text(key, value)
-            return value
-        if value is None and f.default is None:
-            return None
-        if declared in (int, float, bool):  # fields of primitives that other packages add
-            fits = isinstance(value, (int, float) if declared is float else declared)
-            if not fits or (isinstance(value, bool) and declared is not bool):
-                allowed = {bool: "true, false", int: "whole numbers", float: "numbers"}[declared]
-                tries = (f"{key}={str(f.default).lower()}",) if f.default is not MISSING else ()
-                self.add(key, f"must be {declared.__name__}, not {value!r}", (("allowed", allowed),), tries)
-            elif isinstance(value, int) and value < rule.get("least", value):
-                self.add(key, f"is {value}, less than {rule['least']}", tries=(f"{key}={f.default}",))
-            elif isinstance(value, int) and value * mesh.degree > (most := rule.get("most_in_all", float("inf"))):
-                what = f"is {value}, and {mesh.degree} ranks have at most {most} in all"
-                self.add(key, what, tries=(f"{key}={max(1, most // mesh.degree)}",))
-            return value
-        names = self.names(key, value)
-        if names is not None:
-            if len(names) < rule.get("min_length", 0):
-                self.add(key, "[] names nothing", (("rule", "at least one, each once"),))
-            once = list(dict.fromkeys(names))
-            if once != list(names):
-                what = f"[{', '.join(names)}] names one of them twice"
-                self.add(key, what, (("rule", "each once"),), (f"'{key}=[{','.join(once)}]'",))
-            if rule.get("is_axes"):
-                for axis in names:
-                    if axis not in mesh.axes:
-                        self.add(
-                            key,
-                            f"{axis!r} is not a mesh axis",
-                            (("allowed", ", ".join(mesh.axes) or "the mesh has none"),),
-                            _near(key, axis, mesh),
-                        )
-                if not names and f.default in (MISSING, None):
-                    tries = (f"{key}=null",) if f.default is None else (f"'{key}=[{','.join(mesh.axes)}]'",)
-                    self.add(
-                        key, "[] names no mesh axis", (("allowed", ", ".join(mesh.axes) or "the mesh has none"),), tries
-                    )
-        return names
 
 
 def resizing(mesh: Mesh, degree: int) -> list[str]:
@@ -297,16 +241,3 @@ def resizing(mesh: Mesh, degree: int) -> list[str]:
         wanted, rest = divmod(degree * size, mesh.degree)
         tries += [f"cp.mesh.{axis}={wanted}"] if wanted and not rest else []
     return tries
-
-
-def _near(key: str, axis: str, mesh: Mesh) -> tuple[str, ...]:
-    near = suggest(axis, mesh.axes) or (mesh.axes[0] if len(mesh.axes) == 1 else None)
-    return (f"'{key}=[{near}]'",) if near else ()
-
-
-def _allowed(f: "Field[object]", mesh: Mesh, steps: Sequence[str]) -> str:
-    if f.metadata.get("is_axes"):
-        return "a list of " + (", ".join(mesh.axes) or "mesh axes")
-    if f.metadata.get("is_step"):
-        return ", ".join(steps)
-    return ", ".join(f.metadata.get("allowed", ("a list of tensors, such as q, k, v",)))

@@ -149,7 +149,7 @@ def _in_a_file(refusal: Refusal) -> Problem:
 
 def _other_program(refusal: Refusal) -> Problem:
     rule = ("rule", "the primary configuration is cp-engine's; yours are files of its groups")
-    match = re.search(r"Primary config module '\w+\.(\w+)'", refusal.text)  # -cp is Hydra's --config-path
+    match = re.search(r"Primary config module '[\w.]+\.(\w+)'", refusal.text)  # -cp is Hydra's --config-path
     is_preset = match is not None and match.group(1) in options("cp", refusal.folders)
     tries = (f"cp={match.group(1)}",) if match is not None and is_preset else ("--config-dir my",)
     return Problem(key="--config-path, --config-name", what=refusal.text, details=(rule,), tries=tries)

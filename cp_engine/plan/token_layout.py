@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from cp_engine.algebra.index_set import IndexSet, union, whole
 from cp_engine.algebra.layout import Mesh, contiguous, cut
 from cp_engine.algebra.mask import Mask
 from cp_engine.errors import Faulty, calling, is_foreign, require
+from cp_engine.plan.fields import axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class TokenLayout(ABC):
 
     kind: ClassVar[str]
     looks_at_mask: ClassVar[bool] = False
-    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
+    over: tuple[str, ...] | None = axes(default=None)
 
     @abstractmethod
     def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:

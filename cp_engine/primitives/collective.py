@@ -1,8 +1,9 @@
 """Collectives: all_to_all cuts one dim and joins another, all_gather joins one, reorder deals tokens anew, undo takes back."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cp_engine.algebra.layout import Layout, contiguous, cut
+from cp_engine.plan import fields
 from cp_engine.plan.state import Passed, Refused, State
 from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.exchange import Exchange
@@ -21,9 +22,9 @@ class AllToAll(Exchange):
     """
 
     kind = "all_to_all"
-    axes: tuple[str, ...] = field(metadata={"is_axes": True})
-    split: str = field(metadata={"allowed": DIMS})
-    concat: str = field(metadata={"allowed": DIMS})
+    axes: tuple[str, ...] = fields.axes()
+    split: str = fields.choice(*DIMS)
+    concat: str = fields.choice(*DIMS)
 
     @property
     def used_axes(self) -> tuple[str, ...]:
@@ -62,9 +63,9 @@ class AllGather(Exchange):
     """
 
     kind = "all_gather"
-    axes: tuple[str, ...] = field(metadata={"is_axes": True})
-    dim: str = field(default="sequence", metadata={"allowed": DIMS})
-    only: str = field(default="all", metadata={"allowed": ("all", "visible")})
+    axes: tuple[str, ...] = fields.axes()
+    dim: str = fields.choice(*DIMS, default="sequence")
+    only: str = fields.choice("all", "visible", default="all")
 
     @property
     def looks_at_mask(self) -> bool:
@@ -104,7 +105,7 @@ class Undo(Exchange):
     """
 
     kind = "undo"
-    of: str = field(metadata={"is_step": True})
+    of: str = fields.step_name()
 
     @property
     def takes_back(self) -> str:
@@ -146,8 +147,8 @@ class Reorder(Exchange):
     """
 
     kind = "reorder"
-    to: TokenLayout = field(metadata={"is_layout": True})
-    over: tuple[str, ...] | None = field(default=None, metadata={"is_axes": True})
+    to: TokenLayout = fields.layout()
+    over: tuple[str, ...] | None = fields.axes(default=None)
 
     @property
     def used_axes(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Attention: every rank attends with the queries it holds to the keys it holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Target, sizes
 from cp_engine.kernels.registry import KERNELS, Call, Kernel, choose, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index
+from cp_engine.plan.fields import axes, choice
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
@@ -33,8 +34,8 @@ class Dense(Step):
     kind = "dense"
     consumes = ("q", "k", "v")
     makes = ("out",)
-    kernel: str = field(default="auto", metadata={"allowed": ("auto", *(k.name for k in KERNELS))})
-    rotate: tuple[str, ...] = field(default=(), metadata={"is_axes": True})
+    kernel: str = choice("auto", *(k.name for k in KERNELS), default="auto")
+    rotate: tuple[str, ...] = axes(default=())
     sinks: bool = False
 
     @property

@@ -1,7 +1,7 @@
 """What all exchanges share: a destination layout is inferred, and transfers, bytes, adjoint and execution follow from it."""
 
 from abc import abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError, Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
 from cp_engine.exchange.redistribute import Target
+from cp_engine.plan import fields
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Passed, Refused, State, require_layout
 
@@ -28,7 +29,7 @@ class Exchange(Step):
         tensors: names of the tensors that move, such as q, k, v.
     """
 
-    tensors: tuple[str, ...] = field(metadata={"min_length": 1})
+    tensors: tuple[str, ...] = fields.tensors()
 
     @abstractmethod
     def axes_of(self, state: State, tensor: str) -> tuple[str, ...]:

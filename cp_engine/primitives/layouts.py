@@ -7,11 +7,12 @@ striped           0 2 4 6          1 3 5 7
 balanced          by work, from the mask: as zigzag or better, for any mask
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cp_engine.algebra.index_set import IndexSet, shares, union, whole
 from cp_engine.algebra.layout import contiguous
 from cp_engine.algebra.mask import Mask
+from cp_engine.plan.fields import number
 from cp_engine.plan.token_layout import TokenLayout
 
 
@@ -63,7 +64,7 @@ class Balanced(TokenLayout):
 
     kind = "balanced"
     looks_at_mask = True
-    chunks: int = field(default=8, metadata={"least": 1, "most_in_all": 2**14})
+    chunks: int = number(default=8, least=1, most_in_all=2**14)
 
     def deal(self, held: IndexSet, ranks: int, mask: Mask) -> list[IndexSet]:
         everything = whole(held.size)

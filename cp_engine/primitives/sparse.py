@@ -9,7 +9,7 @@ selected; both are the same question of coverage that dense attention asks. Posi
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Redistribution, Target
+from cp_engine.plan.fields import axes
 from cp_engine.plan.ir import Cost, Plan, PlannedStep
 from cp_engine.plan.state import Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
@@ -121,7 +122,7 @@ class IndexerLoss(SparseStep):
     uses = (*INDEX, "q", "kv_latent", "k_rope", "topk", "lse")
     differentiates = INDEX
     losses = ("indexer_loss",)
-    sum: tuple[str, ...] = field(default=(), metadata={"is_axes": True})
+    sum: tuple[str, ...] = axes(default=())
 
     @property
     def used_axes(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What the steps of sparse attention share: their kernel, and what they ask of layouts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.sparse.npu import SparseCall
 from cp_engine.kernels.sparse.table import SPARSE_KERNELS, SparseKernel, choose_sparse
 from cp_engine.kernels.sparse.visibility import Sight, seen_keys
+from cp_engine.plan.fields import choice
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
 
@@ -28,7 +29,7 @@ class SparseStep(Step):
     """What its kernel does in it: `select`, `attend` or `learn`."""
     sees: ClassVar[tuple[str, str]]
     """The tensors whose positions are the queries and keys of that work."""
-    kernel: str = field(default="auto", metadata={"allowed": ("auto", *(k.name for k in SPARSE_KERNELS))})
+    kernel: str = choice("auto", *(k.name for k in SPARSE_KERNELS), default="auto")
 
     def told(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """What a device's own operators are told, and how often each is called per rank, in each pass that needs it."""

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import get_type_hints
 
 from cp_engine.errors import GROUP, ConfigError, Problem, raised, unloadable
+from cp_engine.plan.fields import KIND, OfLayout
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import TokenLayout
 from cp_engine.primitives.collective import AllGather, AllToAll, Reorder, Undo
@@ -29,7 +30,7 @@ PRIMITIVES: Mapping[str, type[TokenLayout] | type[Step]] = {**LAYOUTS, **STEPS}
 
 
 READABLE = (str, int, float, bool, tuple[str, ...], tuple[str, ...] | None)
-FIELDS = "fields are str, int, float, bool, tuple[str, ...], or a layout with metadata={'is_layout': True}"
+FIELDS = "fields are str, int, float, bool, tuple[str, ...], or a layout declared by cp_engine.plan.fields.layout()"
 """What a field of a primitive may be, since it is a key of a YAML file."""
 
 
@@ -85,7 +86,7 @@ def _faults(primitive: object, table: Mapping[str, type]) -> Iterator[tuple[str,
         yield f"{name} has fields whose types cannot be read: {raised(error)}", FIELDS
         return
     for field in fields(primitive):
-        if types[field.name] not in READABLE and not field.metadata.get("is_layout"):
+        if types[field.name] not in READABLE and not isinstance(field.metadata.get(KIND), OfLayout):
             yield f"{name}.{field.name} is declared as {types[field.name]}", FIELDS
 
 
