@@ -242,7 +242,12 @@ def test_value_that_names_a_rank_of_another_job_is_refused(
 
 @pytest.mark.parametrize(
     ("arguments", "absent"),
-    [(["--help"], "torch"), (["--cfg", "job"], "torch"), (["mode=explain"], "torchtitan")],
+    [
+        (["--help"], "torch"),
+        (["--cfg", "job"], "torch"),
+        (["mode=explain"], "torchtitan"),
+        (["mode=explain"], "torch._dynamo"),
+    ],
     ids=lambda value: str(value),
 )
 def test_quick_commands_do_not_import(tmp_path: Path, arguments: list[str], absent: str) -> None:

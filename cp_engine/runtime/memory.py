@@ -57,7 +57,7 @@ def peak(plan: Plan, device: str = "cpu") -> Peak:
         record = program.forward(dict(inputs), scale)
         forward, kept = live.peak, live.held()
         live.peak = kept
-        douts = [torch.empty_like(x) for x in record.outs]
+        douts = [x.new_empty(x.shape) for x in record.outs]
         given = sum(x.nbytes for x in douts)
         grads = program.backward(douts, record.saved, record.sizes, scale)
         backward = live.peak - given
@@ -104,7 +104,7 @@ class _Silence:
         return Pending(send.new_empty(sum(received)), kept=send)
 
     def all_to_all_even(self, send: Tensor) -> Pending:
-        return Pending(torch.empty_like(send), kept=send)
+        return Pending(send.new_empty(send.shape), kept=send)
 
     def all_gather(self, send: Tensor) -> Pending:
         return Pending(send.new_empty(self.members * send.numel()), kept=send)
@@ -120,6 +120,11 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler, for more than a second, to keep it from compiling this class."""
+        return False
 
     def __torch_dispatch__(
         self,
