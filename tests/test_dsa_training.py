@@ -11,6 +11,7 @@ from statistics import mean
 import pytest
 import torch
 
+from cp_engine.algebra.tensors import width
 from cp_engine.exchange.redistribute import Target
 from cp_engine.job.verify import training_mode
 from cp_engine.job.verify.comparison import SELECTION_BOUND, compare
@@ -131,7 +132,7 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square() -> None:
         plan = plan_of("dsa", degree=1, shape=replace(PUBLIC, **sizes))
         program = Program(plan, Target(ranks=(0,), device="cpu", communicator=None))
         tensors = {
-            n: torch.randn(1, 16 if n == "q" else 1, sequence, plan.shape.width(n), requires_grad=True)
+            n: torch.randn(1, 16 if n == "q" else 1, sequence, width(plan.shape, n), requires_grad=True)
             for n in plan.inputs
         }
         dout = torch.randn(1, 16, sequence, 512)

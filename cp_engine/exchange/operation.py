@@ -7,6 +7,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from cp_engine.algebra.tensors import row
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import calling, named
 from cp_engine.exchange.in_flight import Values
@@ -54,10 +55,12 @@ class ExchangeOperation:
         wide: frozenset[str],
     ) -> None:
         self._names, self._gradients = (tuple(t.tensor for t in ts) for ts in (transfers, adjoints))
-        # in one collective travels what has one dtype: positions, and gradients in float32, apart from the others
+        # in one collective travels what has one dtype: positions, statistics, and gradients in float32, apart from the others
         self._wide = tuple(n for n in self._gradients if n in wide)
-        self._forward = Redistribution(transfers, target, _bundles(self._names, ("topk",), is_packed=is_packed))
-        apart = _bundles(self._gradients, self._wide, is_packed=is_packed)
+        self._forward = Redistribution(
+            transfers, target, _bundles(self._names, [row(n).dtype for n in self._names], is_packed=is_packed)
+        )
+        apart = _bundles(self._gradients, [n in wide for n in self._gradients], is_packed=is_packed)
         self._backward = Redistribution(adjoints, target, apart) if adjoints else None
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
@@ -105,9 +108,9 @@ class ForeignOperation:
             return (yield from self._operation.backward(grads, saved, scale))
 
 
-def _bundles(names: tuple[str, ...], others: Sequence[str], *, is_packed: bool) -> tuple[tuple[str, ...], ...]:
-    """What travels in one collective; `others` have a dtype of their own."""
+def _bundles(names: Sequence[str], kinds: Sequence[object], *, is_packed: bool) -> tuple[tuple[str, ...], ...]:
+    """What travels in one collective: tensors of one kind."""
     if not is_packed:
         return tuple((n,) for n in names)
-    both = (tuple(n for n in names if n in others), tuple(n for n in names if n not in others))
-    return tuple(bundle for bundle in both if bundle)
+    first = sorted(set(kinds), key=kinds.index)
+    return tuple(tuple(n for n, kind in zip(names, kinds, strict=True) if kind == of) for of in first)

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from cp_engine.algebra.index_set import whole
 from cp_engine.algebra.layout import Layout, cut_by, image
-from cp_engine.algebra.shape import INDEX, SHARED, Shape
+from cp_engine.algebra.shape import Shape
+from cp_engine.algebra.tensors import INDEX, heads_per_head, shared, width
 from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion, told
 from cp_engine.plan.cost import max_over_mean, totals
 from cp_engine.plan.ir import Plan, PlannedStep, Step
@@ -114,9 +115,9 @@ def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, obj
         "local": {
             t: [
                 shape.batch,
-                span([image(h, shape.heads_per_head(t)).count for h in layout.heads]),
+                span([image(h, heads_per_head(shape, t)).count for h in layout.heads]),
                 span([s.count for s in layout.sequence]),
-                shape.width(t),
+                width(shape, t),
             ]
             for t in tensors
         },
@@ -144,7 +145,7 @@ def text(plan: Plan, device: str = "cpu") -> str:
     ranks = f"{plan.degree} rank{'s' * (plan.degree != 1)}"
     heads = f"heads {shape.heads}" + (f"|{shape.kv_heads}" if shape.kv_heads != shape.heads else "")
     dims = f"head_dim {shape.head_dim}" + (f"|{shape.v_head_dim}" if shape.v_head_dim != shape.head_dim else "")
-    has_latent = bool(set(plan.inputs) & set(SHARED))
+    has_latent = bool(shared(plan.inputs))
     latent = f", latent {shape.latent_dim}, rope {shape.rope_dim}" if has_latent else ""
     lines = [
         f"{plan.name}   {ranks}{f' ({mesh})' if mesh else ''}   tokens {plan.tokens}   mask {plan.mask.kind}",
@@ -222,10 +223,10 @@ def _order(layout: Layout, plan: Plan) -> str:
 def _shapes(layout: Layout, plan: Plan, tensors: Sequence[str]) -> str:
     shape = plan.part
     heads = list(
-        dict.fromkeys(str(span([image(h, shape.heads_per_head(t)).count for h in layout.heads])) for t in tensors)
+        dict.fromkeys(str(span([image(h, heads_per_head(shape, t)).count for h in layout.heads])) for t in tensors)
     )
-    each = [str(shape.width(t)) for t in tensors]
-    widths = "|".join(each if set(tensors) & set(SHARED) else dict.fromkeys(each))
+    each = [str(width(shape, t)) for t in tensors]
+    widths = "|".join(each if shared(tensors) else dict.fromkeys(each))
     return f"[{shape.batch}, {'|'.join(heads)}, {span([s.count for s in layout.sequence])}, {widths}]"
 
 

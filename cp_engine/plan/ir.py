@@ -10,7 +10,8 @@ import numpy as np
 
 from cp_engine.algebra.layout import Layout, Mesh
 from cp_engine.algebra.mask import Mask
-from cp_engine.algebra.shape import BYTES, MADE, WITHOUT_GRADIENT, Shape, part_of
+from cp_engine.algebra.shape import BYTES, Shape, part_of
+from cp_engine.algebra.tensors import row, width
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import Faulty, calling, named, require
 from cp_engine.plan.state import State
@@ -180,7 +181,7 @@ class Composition:
         made: set[str] = set()
         needed: list[str] = []
         for step in self.steps:
-            needed += [t for t in (*step.consumes, *step.uses) if t not in (*made, *MADE)]
+            needed += [t for t in (*step.consumes, *step.uses) if t not in made and not row(t).is_made]
             made |= set(step.makes)
         return tuple(sorted(dict.fromkeys(needed or ("q", "k", "v")), key=lambda t: t != "q"))
 
@@ -233,7 +234,7 @@ class Plan:
         for group, rows in zip(transfer.groups, transfer.tables, strict=True):
             table[np.ix_(group, group)] = rows
         np.fill_diagonal(table, 0)
-        return table * (self.part.batch * self.part.width(transfer.tensor) * size)
+        return table * (self.part.batch * width(self.part, transfer.tensor) * size)
 
     @cached_property
     def wide_gradients(self) -> frozenset[str]:
@@ -243,7 +244,7 @@ class Plan:
             t.tensor
             for s in self.steps
             for t in s.transfers
-            if half and t.is_replicating and t.tensor not in WITHOUT_GRADIENT
+            if half and t.is_replicating and row(t.tensor).has_gradient
         )
 
     @cached_property

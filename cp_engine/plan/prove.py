@@ -11,17 +11,13 @@ from math import gcd
 from cp_engine.algebra.index_set import IndexSet, union, whole
 from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.mask import Mask
-from cp_engine.algebra.shape import LATENT, NEEDS, SHARED, WITHOUT_GRADIENT, Shape, part_of
+from cp_engine.algebra.shape import Shape, part_of
+from cp_engine.algebra.tensors import row, shared
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import CoverageError, Faulty, LayoutError, Problem, calling, is_foreign, named, require
 from cp_engine.plan.ir import Composition, Plan, PlannedStep, Step
 from cp_engine.plan.refusals import not_returned, refusal, source
 from cp_engine.plan.state import Refused, State, require_layout
-
-RULES = (
-    "only a model with an indexer selects keys",
-    "only multi-head latent attention has a latent from which k and v are expanded",
-)
 
 
 def prove(composition: Composition, shape: Shape, mask: Mask) -> Plan:
@@ -129,7 +125,7 @@ def _require_gradients(composition: Composition) -> None:
         after = composition.steps[i + 1 :]
         for tensor in getattr(step, "tensors", ()):
             given = any(tensor in (s.consumes if s.differentiates is None else s.differentiates) for s in after)
-            if tensor not in ("out", *WITHOUT_GRADIENT) and not given:
+            if tensor != "out" and row(tensor).has_gradient and not given:
                 what = f"moves {tensor}, and no later step gives a gradient of it"
                 rule = ("rule", "a tensor is moved for a step that computes with it")
                 problems.append(Problem(key=f"cp.steps.{step.name}.tensors", what=what, details=(rule,)))
@@ -140,15 +136,15 @@ def _require_gradients(composition: Composition) -> None:
 def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shape) -> None:
     """The call has the tensors that the steps begin with, and head groups are equal; raises LayoutError."""
     problems = []
-    shared = [t for t in inputs if t in SHARED]
+    of_one_head = shared(inputs)
     begins: dict[str, str] = {}
-    for tensor in shared:
-        for field in NEEDS[tensor]:
+    for tensor in inputs:
+        for field in row(tensor).needs:
             begins.setdefault(field, tensor)
     for field, tensor in begins.items():
         if getattr(shape, field) < 1:
             what = f"is {getattr(shape, field)}, and {_maker(composition, tensor)} begins with {tensor}"
-            problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", RULES[tensor in LATENT]),)))
+            problems.append(Problem(key=f"shape.{field}", what=what, details=(("rule", row(tensor).rule),)))
     attends = [s for s in composition.steps if "out" in s.makes]
     dense = [s for s in attends if "topk" not in s.uses]
     if shape.topk > 0 and dense:
@@ -157,12 +153,12 @@ def _require_inputs(composition: Composition, inputs: Sequence[str], shape: Shap
         tries = ("a composition with lightning_indexer and sparse_attention", "a model without an indexer")
         problems.append(Problem(key=f"cp.steps.{dense[0].name}", what=what, details=(rule,), tries=tries))
     n = composition.head_groups
-    if n > 1 and (shape.heads % n or shape.kv_heads % n or shared):
+    if n > 1 and (shape.heads % n or shape.kv_heads % n or of_one_head):
         common = gcd(shape.heads, shape.kv_heads)
-        legal = [i for i in range(1, common + 1) if common % i == 0 and not (shared and i > 1)]
+        legal = [i for i in range(1, common + 1) if common % i == 0 and not (of_one_head and i > 1)]
         why = (
-            f"{' and '.join(shared)} have one head each"
-            if shared
+            f"{' and '.join(of_one_head)} have one head each"
+            if of_one_head
             else f"{shape.heads} heads | {shape.kv_heads} kv heads"
         )
         problems.append(

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_engine.algebra.layout import Layout, Mesh, cut_by, image, joined
-from cp_engine.algebra.shape import BYTES, Shape, counts
+from cp_engine.algebra.shape import BYTES, Shape
+from cp_engine.algebra.tensors import counts, heads_per_head
 from cp_engine.algebra.tiles import Tiling, in_fewer_calls, tiling_of_blocks
 from cp_engine.algebra.transfer import Numbers, Table, Transfer
 from cp_engine.errors import CoverageError, KernelError, Problem
@@ -53,7 +54,7 @@ class Dense(Step):
         met = self._met(state, k)  # the keys that a rank's queries meet
         require_coverage(state, q, met, ("k", "v"), "every visible pair is computed exactly once")
         groups = tuple(state.mesh.groups(self.rotate))
-        turns = tuple(Transfer(t, k, met, groups, state.shape.heads_per_head(t)) for t in ("k", "v") if self.rotate)
+        turns = tuple(Transfer(t, k, met, groups, heads_per_head(state.shape, t)) for t in ("k", "v") if self.rotate)
         layouts = {name: layout for name, layout in state.layouts.items() if name not in ("q", "k", "v")}
         history = {**state.history, "out": state.history.get("q", ())}
         return replace(state, layouts={**layouts, "out": q}, history=history), turns

@@ -7,7 +7,7 @@ import numpy as np
 
 from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, cut_by, joined
-from cp_engine.algebra.shape import WITHOUT_GRADIENT, counts
+from cp_engine.algebra.tensors import counts, element_bytes, heads_per_head, row
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError, Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
@@ -49,7 +49,7 @@ class Exchange(Step):
         for tensor in self.tensors:
             after = self._checked_destination(state, tensor)
             groups = tuple(state.mesh.groups(self._checked_axes(state, tensor)))
-            transfer = Transfer(tensor, state.layout(tensor), after, groups, state.shape.heads_per_head(tensor))
+            transfer = Transfer(tensor, state.layout(tensor), after, groups, heads_per_head(state.shape, tensor))
             self._require_available(state, transfer)
             layouts[tensor], histories[tensor] = after, self.history(state, tensor)
             transfers.append(transfer)
@@ -68,7 +68,7 @@ class Exchange(Step):
         return after
 
     def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
-        return tuple(t.adjoint for t in planned.transfers if t.tensor not in WITHOUT_GRADIENT)
+        return tuple(t.adjoint for t in planned.transfers if row(t.tensor).has_gradient)
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         return ExchangeOperation(
@@ -93,7 +93,8 @@ class Exchange(Step):
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         forward, backward = self.links(planned, plan)
         made = np.sum(
-            [counts(t.after, plan.part, t.tensor) * plan.shape.bytes_of(t.tensor) for t in planned.transfers], axis=0
+            [counts(t.after, plan.part, t.tensor) * element_bytes(plan.shape, t.tensor) for t in planned.transfers],
+            axis=0,
         )
         buffers = made + forward.sum(1) + forward.sum(0)
         return Cost(
@@ -107,7 +108,7 @@ class Exchange(Step):
         transfers = (planned.transfers, self.adjoint(planned))[way]
         if not any(t.moves_anything for t in transfers):
             return 0
-        kinds = {(t.tensor == "topk", _sizes(plan, t.tensor)[way]) for t in transfers}
+        kinds = {(row(t.tensor).dtype, _sizes(plan, t.tensor)[way]) for t in transfers}
         return len(kinds) if self.is_packed(planned, plan) else len(transfers)
 
     def joined(self, state: State, tensor: str, dim: str, axes: tuple[str, ...]) -> tuple[IndexSet, ...]:
@@ -147,7 +148,7 @@ class Exchange(Step):
 
 def _sizes(plan: Plan, tensor: str) -> tuple[int, int]:
     """Bytes of an element, and of one of its gradient."""
-    size = plan.shape.bytes_of(tensor)
+    size = element_bytes(plan.shape, tensor)
     return size, 4 if tensor in plan.wide_gradients else size
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout
-from cp_engine.algebra.shape import BYTES, counts
+from cp_engine.algebra.shape import BYTES
+from cp_engine.algebra.tensors import counts
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.in_flight import Values

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_engine.algebra.layout import Layout, cut_by, joined
-from cp_engine.algebra.shape import INDEX, counts
+from cp_engine.algebra.tensors import INDEX, counts, element_bytes, heads_per_head
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
@@ -57,7 +57,7 @@ class LightningIndexer(SparseStep):
         return ()
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
-        made = counts(planned.layout_after("topk"), plan.part, "topk") * plan.shape.bytes_of("topk")
+        made = counts(planned.layout_after("topk"), plan.part, "topk") * element_bytes(plan.shape, "topk")
         pairs = triples(planned, "q_index", plan, plan.shape.sequence)
         return replace(cost(plan, made), index_pairs=tuple(n * plan.shape.index_heads for n in pairs))
 
@@ -102,7 +102,7 @@ class Sparse(SparseStep):
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         q, shape = planned.layout_before("q"), plan.part
-        made = sum(counts(q, shape, t) * plan.shape.bytes_of(t) for t in self.makes)
+        made = sum(counts(q, shape, t) * element_bytes(plan.shape, t) for t in self.makes)
         return replace(cost(plan, made), pairs=triples(planned, "q", plan, shape.selected))
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
@@ -158,19 +158,21 @@ class IndexerLoss(SparseStep):
         if not self.sum:
             return state, ()
         groups = tuple(state.mesh.groups(self.sum))
-        return state, (Transfer("target", q_index, q, groups, state.shape.heads_per_head("target")),)
+        return state, (Transfer("target", q_index, q, groups, heads_per_head(state.shape, "target")),)
 
     def adjoint(self, planned: PlannedStep) -> tuple[Transfer, ...]:
         return ()
 
     def links(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
         nothing = np.zeros((plan.degree, plan.degree), dtype=np.int64)
-        return sum((plan.sent(t.adjoint, plan.shape.bytes_of("target")) for t in planned.transfers), nothing), nothing
+        return sum(
+            (plan.sent(t.adjoint, element_bytes(plan.shape, "target")) for t in planned.transfers), nothing
+        ), nothing
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
-        made = sum(counts(planned.layout_before(t), plan.part, t) * plan.shape.bytes_of(t) for t in self.uses[:3])
+        made = sum(counts(planned.layout_before(t), plan.part, t) * element_bytes(plan.shape, t) for t in self.uses[:3])
         if self.sum or plan.shape.head_ranks > 1:
-            made = made + counts(planned.layout_before("q"), plan.part, "target") * plan.shape.bytes_of("target")
+            made = made + counts(planned.layout_before("q"), plan.part, "target") * element_bytes(plan.shape, "target")
         found = cost(plan, made)
         sent = tuple(int(b) for b in self.links(planned, plan)[0].sum(1))
         return replace(found, bytes_sent=(sent, found.bytes_sent[1]), collectives=(int(any(sent)), 0))
@@ -181,7 +183,7 @@ class IndexerLoss(SparseStep):
         what, like, moved = "what heads attend to is summed", "q_index", ["target"]
         if self.kernel_for(plan, device)[0].learns_from_heads:
             what, like, moved = "the queries of all heads are gathered", "q", ["q", "lse"]
-        sent = sum(counts(planned.layout_before(like), plan.part, t) * plan.shape.bytes_of(t) for t in moved)
+        sent = sum(counts(planned.layout_before(like), plan.part, t) * element_bytes(plan.shape, t) for t in moved)
         return what, int(np.max(sent)) * (plan.shape.head_ranks - 1)
 
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet
-from cp_engine.algebra.shape import INDEX
+from cp_engine.algebra.tensors import INDEX
 from cp_engine.exchange.channel import Channel
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import Moving, Saved, Sketch, Sketches

@@ -7,6 +7,7 @@ import numpy as np
 
 from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, cut_by, image
+from cp_engine.algebra.tensors import heads_per_head
 from cp_engine.errors import CoverageError, KernelError, Problem
 from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.sparse.npu import SparseCall
@@ -153,7 +154,7 @@ def sights(planned: PlannedStep, queries: str, keys: str, plan: Plan, target: Ta
 
 def triples(planned: PlannedStep, queries: str, plan: Plan, most: int) -> tuple[int, ...]:
     """How many (head, query, key) triples each rank computes where a query has at most so many of the keys that it sees."""
-    layout, group = planned.layout_before(queries), plan.part.heads_per_head(queries)
+    layout, group = planned.layout_before(queries), heads_per_head(plan.part, queries)
     seen = {s: int(np.minimum(seen_keys(s, plan.mask), most).sum()) for s in dict.fromkeys(layout.sequence)}
     held = zip(layout.sequence, layout.heads, strict=True)
     return tuple(seen[s] * image(h, group).count * plan.part.batch for s, h in held)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cp_engine.algebra.tensors import parameter, size_of
 from cp_engine.exchange.channel import Pending
 from cp_engine.exchange.redistribute import Target
 from cp_engine.plan.ir import Plan
@@ -73,12 +74,8 @@ def _alone(plan: Plan, rank: int, device: str) -> Target:
 def sizes_of(plan: Plan, rank: int) -> Mapping[str, tuple[int, ...]]:
     """The size of every tensor and parameter that a call brings to one rank."""
     shape, local = plan.shape, plan.entry.sequence[rank].count
-    parameters = {
-        "kv_up": (shape.heads, shape.head_dim - shape.rope_dim + shape.v_head_dim, shape.latent_dim),
-        "sinks": (shape.heads,),
-    }
-    tensors = {n: (shape.batch, shape.heads // shape.heads_per_head(n), local, shape.width(n)) for n in plan.inputs}
-    return {**tensors, **{n: parameters[n] for n in plan.parameters}}
+    tensors = {n: size_of(shape, n, local) for n in plan.inputs}
+    return {**tensors, **{n: parameter(n).size(shape) for n in plan.parameters}}
 
 
 class _Nobody:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet
-from cp_engine.algebra.shape import INDEX, Shape
+from cp_engine.algebra.shape import Shape
+from cp_engine.algebra.tensors import ROWS, parameter, size_of
 from cp_engine.errors import ConfigError, Problem
 from cp_engine.exchange.redistribute import Target
 from cp_engine.job.verify import reference
@@ -83,17 +84,16 @@ def inputs_of(plan: Plan, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     q, k, v, dout = inputs(shape, seed)
     made = {"q": q, "k": k, "v": v}
     generator = torch.Generator().manual_seed(seed + 1)
-    others = {
-        "kv_latent": (shape.batch, 1, shape.sequence, shape.latent_dim),
-        "k_rope": (shape.batch, 1, shape.sequence, shape.rope_dim),
-        "kv_up": (shape.heads, shape.head_dim - shape.rope_dim + shape.v_head_dim, shape.latent_dim),
-        "sinks": (shape.heads,),
-        **{n: (shape.batch, 1, shape.sequence, shape.width(n)) for n in INDEX},
-    }
-    for name, size in others.items():
-        if name in (*plan.inputs, *plan.parameters):
-            x = torch.randn(size, generator=generator, dtype=torch.float64)
-            made[name] = x * shape.latent_dim**-0.5 if name == "kv_up" else x  # k and v of unit variance
+    listed = dict.fromkeys(
+        (*(r.name for r in ROWS), *plan.inputs)
+    )  # the same numbers in whatever order a plan takes them
+    sizes = {n: size_of(shape, n, shape.sequence) for n in listed if n in plan.inputs and n not in made}
+    parameters = [parameter(name) for name in plan.parameters]
+    for name, size, scale in (
+        *((n, size, 1.0) for n, size in sizes.items()),
+        *((p.name, p.size(shape), p.scale(shape)) for p in parameters),
+    ):
+        made[name] = torch.randn(size, generator=generator, dtype=torch.float64) * scale
     return {name: made[name] for name in (*plan.inputs, *plan.parameters)}, dout
 
 

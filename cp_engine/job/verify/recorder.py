@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.validate import Validator
 from torchtitan.config import JobConfig
 
-from cp_engine.algebra.shape import INDEX
+from cp_engine.algebra.tensors import INDEX
 from cp_engine.hosts.torchtitan.guard import WRAPPERS
 from cp_engine.hosts.torchtitan.host import RecordedMetrics
 from cp_engine.hosts.torchtitan.indexer_loss import IndexerTrainer, at_second_forward
