@@ -11,7 +11,7 @@ from cp_engine.algebra.index_set import whole
 from cp_engine.algebra.layout import Layout, cut_by, image
 from cp_engine.algebra.shape import Shape
 from cp_engine.algebra.tensors import INDEX, heads_per_head, shared, width
-from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion, told
+from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion
 from cp_engine.plan.cost import max_over_mean, totals
 from cp_engine.plan.ir import Plan, PlannedStep, Step
 from cp_engine.primitives.dense import Dense
@@ -86,7 +86,7 @@ def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str
         out["operators"] = _dense_operators(planned, plan, device)
     if isinstance(step, SparseStep) and _names_kernel(step, device):
         chosen, reason = step.kernel_for(plan, device)
-        operators, calls = step.told(planned, plan, device)
+        operators, calls = step.describe(planned, plan, device)
         out["kernel"], out["kernel_reason"] = chosen.name, reason
         out["operators"], out["operator_calls"] = list(operators), {"per_rank": list(calls)}
     return out
@@ -98,14 +98,14 @@ def _names_kernel(step: SparseStep, device: str) -> bool:
 
 
 def _dense_operators(planned: PlannedStep, plan: Plan, device: str) -> list[str]:
-    """What a device's own operators are told of the tiles of the ranks."""
+    """What a device's own operators are describe of the tiles of the ranks."""
     step = planned.step
     assert isinstance(step, Dense)
     kernel, _ = step.kernel_for(plan.shape, device)
     if not isinstance(kernel, NPUFusion):
         return []
     tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
-    return [f"{FORWARD} {told(tilings, kernel)}"]
+    return [f"{FORWARD} {describe(tilings, kernel)}"]
 
 
 def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, object]:
@@ -242,7 +242,7 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
         elif isinstance(step, SparseStep) and _names_kernel(step, device):
             chosen, reason = step.kernel_for(plan, device)
             facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
-            operators, calls = step.told(planned, plan, device)
+            operators, calls = step.describe(planned, plan, device)
             facts += [("operator", f"{step.name}: {operator}") for operator in operators]
             if max(calls, default=1) > 1:
                 facts.append(("operator", f"{step.name}: {span(calls)} calls per rank, one for each run of neighbours"))

@@ -54,7 +54,7 @@ class Merge(Protocol):
     def refusal(self) -> str | None:
         """Why this process cannot merge so; None where it can, or where that is not known."""
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What merges, for a reader."""
 
     def add(self, out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -102,11 +102,11 @@ class NPUFusion:
         return _placed(tile, rows, dq, 0.0), dk, dv
 
 
-def told(tilings: Sequence[Tiling], kernel: NPUFusion) -> str:
+def describe(tilings: Sequence[Tiling], kernel: NPUFusion) -> str:
     """What the operator is told of tiles and, where some have a part of a row, what merges them, for a reader."""
     calls = dict.fromkeys(_told(tile) for tiling in tilings for tile in tiling.tiles)
     merge = kernel.limits.merge
-    merged = "merged in float32 by lse" if merge is None else f"merged by {merge.told()}"
+    merged = "merged in float32 by lse" if merge is None else f"merged by {merge.describe()}"
     is_merged = any(not tile.is_first for tiling in tilings for tile in tiling.tiles)
     return "; ".join([*calls, merged] if is_merged else calls)
 

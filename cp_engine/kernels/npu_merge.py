@@ -41,7 +41,7 @@ class OperatorMerge:
             return f"merges by {self.operator}, which the torch_npu of this process does not register; {version} does"
         return None
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """What the operator is told, for a reader."""
         return f"{self.operator} {self.layout}"
 

@@ -32,12 +32,12 @@ class SparseStep(Step):
     """The tensors whose positions are the queries and keys of that work."""
     kernel: str = choice("auto", *(k.name for k in SPARSE_KERNELS), default="auto")
 
-    def told(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def describe(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """What a device's own operators are told, and how often each is called per rank, in each pass that needs it."""
         kernel, _ = self.kernel_for(plan, device)
         target = Target(ranks=tuple(range(plan.degree)), device=device, communicator=None)
         calls = (kernel.calls(sight) for sight in sights(planned, *self.sees, plan, target))
-        return kernel.told(self.work, plan.shape.selected), tuple(calls)
+        return kernel.describe(self.work, plan.shape.selected), tuple(calls)
 
     def beside(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[str, int] | None:
         """What goes between ranks with other heads of the same queries, and bytes that leave each for it; None where nothing does."""

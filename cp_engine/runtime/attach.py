@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from cp_engine.errors import CallError, Problem
 from cp_engine.runtime.call import Call
 from cp_engine.runtime.dtensor import of_this_rank
-from cp_engine.runtime.program import Memo, Result
+from cp_engine.runtime.recompute import Memo, Result
 
 
 class Engine(Protocol):

@@ -21,7 +21,7 @@ from cp_engine.runtime.call import Call, read
 from cp_engine.runtime.connect import GroupCommunicator, connect
 from cp_engine.runtime.known_modules import find
 from cp_engine.runtime.planned_attention import PlannedAttention
-from cp_engine.runtime.program import Memo, Result
+from cp_engine.runtime.recompute import Memo, Result
 from cp_engine.runtime.shard import Unshard, take, unsharding
 from cp_engine.runtime.watch import Begun
 

@@ -2,9 +2,6 @@
 
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,67 +12,10 @@ from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import ForeignOperation, Operation, Saved, Sketch, Sketches
 from cp_engine.exchange.redistribute import Target
 from cp_engine.plan.ir import Plan, PlannedStep
+from cp_engine.runtime.recompute import Memo, Record, versions_of
 
 IN_FLIGHT = 3
 """Head groups at work at once: one computes, the exchange into the next one and out of the last one travel."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A forward pass that has run: its results, what backward needs, and how many tensors of that belong to each operation.
-
-    Args:
-        outs: per local rank, in the entry layout; behind them the losses, loss by loss.
-        saved: operation by operation, head group by head group.
-        sizes: tensors of each operation, in that order.
-    """
-
-    outs: tuple[Tensor, ...]
-    saved: Saved
-    sizes: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Memo:
-    """Where a forward pass leaves its record, so that a recompute repeats neither attention nor its traffic.
-
-    Args:
-        record: set by the first pass; emptied by its backward.
-        prints: [inputs] a digest of every tensor of the call, by which a recompute finds the pass that it repeats.
-        told: what else the call said, such as its scale.
-        number: of the pass among all of its engine, the same on every rank; 0 for a recompute.
-        versions: of the record's tensors, by which it is seen that somebody changed one in place.
-    """
-
-    record: Record | None = None
-    prints: Tensor | None = None
-    told: tuple[object, ...] = ()
-    number: int = 0
-    versions: tuple[int, ...] = ()
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether there is a record, and what it holds is what the pass made."""
-        return self.record is not None and self.versions == versions_of(self.record)
-
-
-def versions_of(record: Record) -> tuple[int, ...]:
-    """Autograd's count of changes in place, of every tensor that a record holds; of inference mode's, which have none, 0."""
-    return tuple(0 if x.is_inference() else x._version for x in (*record.outs, *record.saved))
-
-
-class Result(NamedTuple):
-    """What an attention call gives.
-
-    Args:
-        out: [B, H, S_local, Dv].
-        memo: what a recompute may use; None where the plan recomputes everything.
-        losses: name -> this rank's share of a sum over queries.
-    """
-
-    out: Tensor
-    memo: Memo | None = None
-    losses: Mapping[str, Tensor] = MappingProxyType({})
 
 
 def _lowered(planned: PlannedStep, plan: Plan, target: Target) -> Operation:

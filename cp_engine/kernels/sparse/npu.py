@@ -42,7 +42,7 @@ class Operator:
         """The arguments of a call."""
         return {**dict.fromkeys(self.layouts, self.layout), **dict(self.fixed)}
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The same for a reader."""
         return " ".join([self.name, self.layout, *(f"{name}={value}" for name, value in self.fixed)])
 
@@ -159,9 +159,9 @@ class NPUSparse:
             return f"runs on {' and '.join(self.devices)}, not on {call.device}"
         return self.limits.refusal(call)
 
-    def told(self, work: str, count: int) -> tuple[str, ...]:
+    def describe(self, work: str, count: int) -> tuple[str, ...]:
         works = {"select": (selecting(count),), "attend": (ATTEND, ATTEND_GRADIENT), "learn": (LEARN,)}
-        return tuple(operator.told() for operator in works[work])
+        return tuple(operator.describe() for operator in works[work])
 
     def calls(self, sight: Sight) -> int:
         return len(sight.queries.runs)

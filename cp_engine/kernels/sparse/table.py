@@ -21,7 +21,7 @@ class SparseKernel(Protocol):
     def refusal(self, call: SparseCall) -> str | None:
         """Why the kernel cannot do a call; None when it can."""
 
-    def told(self, work: str, count: int) -> tuple[str, ...]:
+    def describe(self, work: str, count: int) -> tuple[str, ...]:
         """What a device's own operators are told in `select`, `attend` or `learn`, for a reader; `count` keys are selected."""
 
     def calls(self, sight: Sight) -> int:
@@ -56,7 +56,7 @@ class TorchSparse:
     def refusal(self, call: SparseCall) -> str | None:
         return None
 
-    def told(self, work: str, count: int) -> tuple[str, ...]:
+    def describe(self, work: str, count: int) -> tuple[str, ...]:
         return ()
 
     def calls(self, sight: Sight) -> int:
