@@ -11,14 +11,11 @@ from cp_engine.algebra.index_set import whole
 from cp_engine.algebra.layout import Layout, cut_by, image
 from cp_engine.algebra.shape import Shape
 from cp_engine.algebra.tensors import INDEX, heads_per_head, shared, width
-from cp_engine.kernels.npu_fusion import FORWARD, NPUFusion
 from cp_engine.plan.cost import max_over_mean, totals
-from cp_engine.plan.ir import Plan, PlannedStep, Step
-from cp_engine.primitives.dense import Dense
-from cp_engine.primitives.exchange import Exchange
-from cp_engine.primitives.sparse_rules import SparseStep
+from cp_engine.plan.facts import TRACED_RANKS, in_units, span
+from cp_engine.plan.ir import Plan, PlannedStep
 from cp_engine.primitives.table import LAYOUTS
-from cp_engine.runtime.memory import TRACED_RANKS, peak
+from cp_engine.runtime.memory import peak
 
 
 def data(plan: Plan, device: str = "cpu") -> dict[str, object]:
@@ -59,14 +56,9 @@ def _work(per_rank: tuple[int, ...]) -> dict[str, object]:
     return {"per_rank": list(per_rank), "max_over_mean": max_over_mean(per_rank)}
 
 
-def _moved(step: Step) -> tuple[str, ...]:
-    """The tensors that a step leaves in a new layout."""
-    return step.tensors if isinstance(step, Exchange) else step.makes
-
-
 def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str, object]:
     step, cost = planned.step, plan.costs[index]
-    moved = _moved(step)
+    moved = step.moved
     out: dict[str, object] = {
         "step": step.name,
         "kind": step.kind,
@@ -76,36 +68,9 @@ def _step(planned: PlannedStep, plan: Plan, index: int, device: str) -> dict[str
         "collectives": {"forward": cost.collectives[0], "backward": cost.collectives[1]},
         "buffer_bytes": max(cost.buffer_bytes),
     }
-    if isinstance(step, Dense) and step.rotate:
-        out["rotates"] = list(step.rotate)
-    if isinstance(step, Exchange) and cost.collectives[0]:
-        out["sends"] = "packed" if step.is_packed(planned, plan) else "separate"
-    if isinstance(step, Dense):
-        kernel, reason = step.kernel_for(plan.shape, device)
-        out["kernel"], out["kernel_reason"] = kernel.name, reason
-        out["operators"] = _dense_operators(planned, plan, device)
-    if isinstance(step, SparseStep) and _names_kernel(step, device):
-        chosen, reason = step.kernel_for(plan, device)
-        operators, calls = step.describe(planned, plan, device)
-        out["kernel"], out["kernel_reason"] = chosen.name, reason
-        out["operators"], out["operator_calls"] = list(operators), {"per_rank": list(calls)}
+    for fact in step.facts(planned, plan, cost, device):
+        out |= fact.data
     return out
-
-
-def _names_kernel(step: SparseStep, device: str) -> bool:
-    """Whether there was a choice."""
-    return device != "cpu" or step.kernel != "auto"
-
-
-def _dense_operators(planned: PlannedStep, plan: Plan, device: str) -> list[str]:
-    """What a device's own operators are describe of the tiles of the ranks."""
-    step = planned.step
-    assert isinstance(step, Dense)
-    kernel, _ = step.kernel_for(plan.shape, device)
-    if not isinstance(kernel, NPUFusion):
-        return []
-    tilings = step.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS)))
-    return [f"{FORWARD} {describe(tilings, kernel)}"]
 
 
 def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, object]:
@@ -122,11 +87,6 @@ def _layout(layout: Layout, plan: Plan, tensors: Sequence[str]) -> dict[str, obj
             for t in tensors
         },
     }
-
-
-def span(counts: Sequence[int]) -> int | str:
-    """One number where all ranks agree, else `least..most`."""
-    return counts[0] if len(set(counts)) == 1 else f"{min(counts)}..{max(counts)}"
 
 
 # ------------------------------------------------------------------ text
@@ -180,7 +140,7 @@ def _table(plan: Plan) -> str:
         shown = (f"{','.join(names)}: {cuts}", _shapes(entry, plan, names))
         table.add_row("(input)" if is_first else "", *shown, "", "")
     for planned, cost in zip(plan.steps, plan.costs, strict=True):
-        moved = _moved(planned.step)
+        moved = planned.step.moved
         after = {_cuts(planned.layout_after(t), plan): None for t in moved}
         table.add_row(
             f"{planned.step.name}",
@@ -188,7 +148,10 @@ def _table(plan: Plan) -> str:
             if moved
             else f"{','.join(planned.step.losses)}: this rank's share",
             _shapes(planned.layout_after(moved[0]), plan, moved) if moved else "",
-            *(_bytes(max(cost.bytes_sent[way]) * plan.head_groups) if cost.collectives[way] else "-" for way in (0, 1)),
+            *(
+                in_units(max(cost.bytes_sent[way]) * plan.head_groups) if cost.collectives[way] else "-"
+                for way in (0, 1)
+            ),
         )
     console = Console(file=StringIO(), width=1000, color_system=None)  # never cut; a terminal may wrap
     console.print(table)
@@ -231,46 +194,19 @@ def _shapes(layout: Layout, plan: Plan, tensors: Sequence[str]) -> str:
 
 
 def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
-    facts = []
-    for planned in plan.steps:
-        step = planned.step
-        if isinstance(step, Dense):
-            kernel, reason = step.kernel_for(plan.shape, device)
-            sinks = ", with sinks" if step.sinks else ""
-            facts.append(("kernel", f"{step.name}: {kernel.name} ({reason}){sinks}"))
-            facts += [("operator", f"{step.name}: {line}") for line in _dense_operators(planned, plan, device)]
-        elif isinstance(step, SparseStep) and _names_kernel(step, device):
-            chosen, reason = step.kernel_for(plan, device)
-            facts.append(("kernel", f"{step.name}: {chosen.name} ({reason})"))
-            operators, calls = step.describe(planned, plan, device)
-            facts += [("operator", f"{step.name}: {operator}") for operator in operators]
-            if max(calls, default=1) > 1:
-                facts.append(("operator", f"{step.name}: {span(calls)} calls per rank, one for each run of neighbours"))
-        if isinstance(step, SparseStep) and (beside := step.beside(planned, plan, device)) is not None:
-            how, size = f"over {plan.shape.head_ranks} tensor-parallel ranks", _bytes(beside[1])
-            facts.append(("heads", f"{step.name}: {beside[0]} {how}, {size} per rank, which is not in sent"))
-    moving = [(s, c) for s, c in zip(plan.steps, plan.costs, strict=True) if c.collectives[0]]
-    for planned, cost in moving:
-        n, m = (c * plan.head_groups for c in cost.collectives)
-        if isinstance(planned.step, Exchange):
-            packed = planned.step.is_packed(planned, plan)
-            how = "tensors of one dtype together" if packed else "each tensor alone"
-            how += f": {', '.join(t.tensor for t in planned.transfers)}"
-            facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
-        elif planned.step.losses:
-            how = "what the ranks' heads attend to, summed"
-            facts.append(("exchange", f"{planned.step.name}: {n} forward, {m} backward ({how})"))
-        elif isinstance(planned.step, Dense):
-            axes = " and ".join(planned.step.rotate)
-            hops = f"{n} hop{'s' * (n != 1)}"
-            how = f"{hops} around {axes} while blocks are attended to; {m} backward, with gradients"
-            facts.append(("rotation", f"{planned.step.name}: {how}"))
+    said = [
+        (planned.step.name, fact)
+        for planned, cost in zip(plan.steps, plan.costs, strict=True)
+        for fact in planned.step.facts(planned, plan, cost, device)
+        if fact.label
+    ]
+    facts = [(fact.label, f"{step}: {fact.text}") for step, fact in sorted(said, key=lambda row: row[1].is_traffic)]
     if plan.head_groups > 1:
         group = f"{plan.part.heads}|{plan.part.kv_heads}" if plan.part.group_size > 1 else f"{plan.part.heads}"
         facts.append(("groups", f"{plan.head_groups} of {group} heads: one computes while others travel"))
     total = totals(plan)
-    if moving:
-        sent, links = [_bytes(max(x)) for x in total.sent], [_bytes(x) for x in total.busiest_link]
+    if any(cost.collectives[0] for cost in plan.costs):
+        sent, links = [in_units(max(x)) for x in total.sent], [in_units(x) for x in total.busiest_link]
         busiest = f"busiest link {links[0]}, {links[1]}"
         facts.append(("sent", f"{sent[0]} forward, {sent[1]} backward per rank; {busiest}"))
     for name, work in (("score pairs", total.pairs), ("index scores", total.index_pairs)):
@@ -278,7 +214,9 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
             facts.append(("work", f"{sum(work):,} {name}; max/mean over ranks {_balance(work)}"))
     if plan.degree <= TRACED_RANKS:
         held = peak(plan, device)
-        sizes = f"{_bytes(held.forward)} forward, {_bytes(held.backward)} backward, {_bytes(held.kept)} kept between"
+        sizes = (
+            f"{in_units(held.forward)} forward, {in_units(held.backward)} backward, {in_units(held.kept)} kept between"
+        )
         facts.append(("memory", f"{sizes} them, beside the call's own tensors"))
     if total.idle:
         shown = ", ".join(map(str, total.idle[:8]))
@@ -294,11 +232,3 @@ def _facts(plan: Plan, device: str) -> list[tuple[str, str]]:
 def _balance(work: tuple[int, ...]) -> str:
     ratio = max_over_mean(work)
     return f"{ratio:.2f}" + (f", rank {work.index(max(work))} has most" if ratio > 1.005 else "")
-
-
-def _bytes(count: int) -> str:
-    """A size for people, in binary units."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
-    return f"{count} B"

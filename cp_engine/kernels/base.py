@@ -1,13 +1,13 @@
 """What an attention kernel is: a small adapter that computes one tile, forward and backward, and says what it cannot do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cp_engine.algebra.tiles import Tile
+from cp_engine.algebra.tiles import Tile, Tiling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,7 @@ class Limits:
         dtype_capability: dtype -> a higher lowest one.
         joins: kinds of joined tiles that it takes, see `cp_engine.algebra.tiles.in_fewer_calls`.
         merge: what makes its partial results one; None: torch operations in float32, by lse.
+        describe: what its own operators are given of tiles, and what merges them, for a reader.
     """
 
     devices: tuple[str, ...] = ()
@@ -82,6 +83,11 @@ class Limits:
     dtype_capability: tuple[tuple[str, tuple[int, int]], ...] = ()
     joins: tuple[str, ...] = ()
     merge: Merge | None = None
+    describe: Callable[[Sequence[Tiling], Merge | None], str] | None = None
+
+    def lines(self, tilings: Sequence[Tiling]) -> list[str]:
+        """What a reader is told of a rank's kernel calls; nothing of most kernels."""
+        return [] if self.describe is None else [self.describe(tilings, self.merge)]
 
     def refusal(self, call: Call) -> str | None:
         """Why a call is outside the limits; None when it is inside."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_engine.algebra.tiles import Tile, Tiling
 from cp_engine.kernels.ascend.layouts import COPIES
 from cp_engine.kernels.ascend.operators import COMPRESSED, accepts, registered
-from cp_engine.kernels.base import Call, Limits, band_mask
+from cp_engine.kernels.base import Call, Limits, Merge, band_mask
 from cp_engine.kernels.operands import is_empty, nothing_seen
 
 FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
@@ -31,7 +31,23 @@ SEQUENCES = 1024
 TOKENS = 2**20
 """Most tokens of a sequence, and of a call of packed tokens."""
 
+
+def _described(tilings: Sequence[Tiling], merge: Merge | None) -> str:
+    """What the operator is given of tiles and, where some have a part of a row, what merges them."""
+    calls = dict.fromkeys(_tile_in_words(tile) for tiling in tilings for tile in tiling.tiles)
+    merged = "merged in float32 by lse" if merge is None else f"merged by {merge.describe()}"
+    is_merged = any(not tile.is_first for tiling in tilings for tile in tiling.tiles)
+    return f"{FORWARD} {'; '.join([*calls, merged] if is_merged else calls)}"
+
+
+def _tile_in_words(tile: Tile) -> str:
+    mode = {"full": 0, "causal": 2, "right_down": 3, "packed": 3, "partial": 1}[tile.kind]
+    mask = {"full": "no mask", "partial": "its own mask"}.get(tile.kind, f"mask {COMPRESSED} x {COMPRESSED}")
+    return f"{'TND' if tile.kind == 'packed' else 'BNSD'} sparse_mode={mode} ({mask})"
+
+
 LIMITS = Limits(
+    describe=_described,
     devices=("npu", "npu_reference"),
     dtypes=("float32", "bfloat16", "float16"),
     widest=768,
@@ -100,21 +116,6 @@ class NPUFusion:
         if layout == "TND":
             dq, dk, dv = (_unpacked(x, q.shape[0]) for x in (dq, dk, dv))
         return _placed(tile, rows, dq, 0.0), dk, dv
-
-
-def describe(tilings: Sequence[Tiling], kernel: NPUFusion) -> str:
-    """What the operator is told of tiles and, where some have a part of a row, what merges them, for a reader."""
-    calls = dict.fromkeys(_told(tile) for tiling in tilings for tile in tiling.tiles)
-    merge = kernel.limits.merge
-    merged = "merged in float32 by lse" if merge is None else f"merged by {merge.describe()}"
-    is_merged = any(not tile.is_first for tiling in tilings for tile in tiling.tiles)
-    return "; ".join([*calls, merged] if is_merged else calls)
-
-
-def _told(tile: Tile) -> str:
-    mode = {"full": 0, "causal": 2, "right_down": 3, "packed": 3, "partial": 1}[tile.kind]
-    mask = {"full": "no mask", "partial": "its own mask"}.get(tile.kind, f"mask {COMPRESSED} x {COMPRESSED}")
-    return f"{'TND' if tile.kind == 'packed' else 'BNSD'} sparse_mode={mode} ({mask})"
 
 
 def _seeing(tile: Tile) -> slice:

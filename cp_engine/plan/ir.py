@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
@@ -14,6 +15,7 @@ from cp_engine.algebra.shape import BYTES, Shape, part_of
 from cp_engine.algebra.tensors import row, width
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import Faulty, calling, named, require
+from cp_engine.plan.facts import Fact
 from cp_engine.plan.state import State
 from cp_engine.plan.token_layout import TokenLayout
 
@@ -97,6 +99,22 @@ class Step(ABC):
     @abstractmethod
     def lower(self, planned: "PlannedStep", plan: "Plan", target: "Target") -> "Operation":
         """The step as something to run on the target's ranks: forward, and its adjoint as backward."""
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The tensors that it leaves in a new layout."""
+        return self.makes
+
+    def facts(self, planned: "PlannedStep", plan: "Plan", cost: Cost, device: str) -> Sequence[Fact]:
+        """What `mode=explain` says of it beside its row.
+
+        Args:
+            planned: the step with its layouts.
+            plan: that it is of.
+            cost: of one head group.
+            device: device type for which kernels are chosen.
+        """
+        return ()
 
     def links(self, planned: "PlannedStep", plan: "Plan") -> tuple[Table, Table]:
         """Bytes from rank to rank, forward and backward; what a rank keeps is not counted."""

@@ -15,6 +15,7 @@ from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Target, sizes
 from cp_engine.kernels.registry import KERNELS, Call, Kernel, choose, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index
+from cp_engine.plan.facts import TRACED_RANKS, Fact
 from cp_engine.plan.fields import axes, choice
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
@@ -167,6 +168,26 @@ class Dense(Step):
             pairs=tuple(pairs),
             buffer_bytes=_ints(made),
         )
+
+    def facts(self, planned: PlannedStep, plan: Plan, cost: Cost, device: str) -> Sequence[Fact]:
+        kernel, reason = self.kernel_for(plan.shape, device)
+        tilings = (
+            self.tilings(planned, plan, kernel, range(min(plan.degree, TRACED_RANKS))) if kernel.limits.describe else []
+        )
+        operators = kernel.limits.lines(tilings)
+        data: dict[str, object] = {"kernel": kernel.name, "kernel_reason": reason, "operators": operators}
+        facts = [
+            Fact(label="kernel", text=f"{kernel.name} ({reason}){', with sinks' if self.sinks else ''}", data=data)
+        ]
+        facts += [Fact(label="operator", text=line) for line in operators]
+        if cost.collectives[0]:
+            n, m = (c * plan.head_groups for c in cost.collectives)
+            hops = f"{n} hop{'s' * (n != 1)} around {' and '.join(self.rotate)}"
+            how = f"{hops} while blocks are attended to; {m} backward, with gradients"
+            facts.append(Fact(label="rotation", text=how, data={"rotates": list(self.rotate)}, is_traffic=True))
+        elif self.rotate:
+            facts.append(Fact(label="", text="", data={"rotates": list(self.rotate)}))
+        return facts
 
     def links(self, planned: PlannedStep, plan: Plan) -> tuple[Table, Table]:
         size = BYTES[plan.shape.dtype]

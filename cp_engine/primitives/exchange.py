@@ -1,6 +1,7 @@
 """What all exchanges share: a destination layout is inferred, and transfers, bytes, adjoint and execution follow from it."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from cp_engine.errors import CoverageError, Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
 from cp_engine.exchange.redistribute import Target
 from cp_engine.plan import fields
+from cp_engine.plan.facts import Fact
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Passed, Refused, State, require_layout
 
@@ -103,6 +105,20 @@ class Exchange(Step):
             pairs=(0,) * plan.degree,
             buffer_bytes=_ints(buffers),
         )
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        return self.tensors
+
+    def facts(self, planned: PlannedStep, plan: Plan, cost: Cost, device: str) -> Sequence[Fact]:
+        if not cost.collectives[0]:
+            return ()
+        is_packed = self.is_packed(planned, plan)
+        how = "tensors of one dtype together" if is_packed else "each tensor alone"
+        how += f": {', '.join(t.tensor for t in planned.transfers)}"
+        n, m = (c * plan.head_groups for c in cost.collectives)
+        data = {"sends": "packed" if is_packed else "separate"}
+        return [Fact(label="exchange", text=f"{n} forward, {m} backward ({how})", data=data, is_traffic=True)]
 
     def _collectives(self, planned: PlannedStep, plan: Plan, way: int) -> int:
         transfers = (planned.transfers, self.adjoint(planned))[way]

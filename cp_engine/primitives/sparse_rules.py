@@ -1,5 +1,6 @@
 """What the steps of sparse attention share: their kernel, and what they ask of layouts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.sparse.npu import SparseCall
 from cp_engine.kernels.sparse.table import SPARSE_KERNELS, SparseKernel, choose_sparse
 from cp_engine.kernels.sparse.visibility import Sight, seen_keys
+from cp_engine.plan.facts import Fact, in_units, span
 from cp_engine.plan.fields import choice
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
@@ -38,6 +40,27 @@ class SparseStep(Step):
         target = Target(ranks=tuple(range(plan.degree)), device=device, communicator=None)
         calls = (kernel.calls(sight) for sight in sights(planned, *self.sees, plan, target))
         return kernel.describe(self.work, plan.shape.selected), tuple(calls)
+
+    def facts(self, planned: PlannedStep, plan: Plan, cost: Cost, device: str) -> Sequence[Fact]:
+        facts = list[Fact]()
+        if device != "cpu" or self.kernel != "auto":  # there was a choice
+            kernel, reason = self.kernel_for(plan, device)
+            operators, calls = self.describe(planned, plan, device)
+            data: dict[str, object] = {"kernel": kernel.name, "kernel_reason": reason, "operators": list(operators)}
+            data["operator_calls"] = {"per_rank": list(calls)}
+            facts.append(Fact(label="kernel", text=f"{kernel.name} ({reason})", data=data))
+            facts += [Fact(label="operator", text=operator) for operator in operators]
+            if max(calls, default=1) > 1:
+                how = f"{span(calls)} calls per rank, one for each run of neighbours"
+                facts.append(Fact(label="operator", text=how))
+        if (beside := self.beside(planned, plan, device)) is not None:
+            how = f"{beside[0]} over {plan.shape.head_ranks} tensor-parallel ranks, {in_units(beside[1])} per rank"
+            facts.append(Fact(label="heads", text=f"{how}, which is not in sent"))
+        if cost.collectives[0]:
+            n, m = (c * plan.head_groups for c in cost.collectives)
+            how = f"{n} forward, {m} backward (what the ranks' heads attend to, summed)"
+            facts.append(Fact(label="exchange", text=how, is_traffic=True))
+        return facts
 
     def beside(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[str, int] | None:
         """What goes between ranks with other heads of the same queries, and bytes that leave each for it; None where nothing does."""

@@ -18,9 +18,6 @@ from cp_engine.exchange.redistribute import Target
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime.program import Program
 
-TRACED_RANKS = 64
-"""Plans of more ranks are not traced by `explain`: a ring has as many hops as ranks, each some milliseconds to trace."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
