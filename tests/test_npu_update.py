@@ -145,7 +145,7 @@ def test_operator_is_called_once_for_each_part_that_is_merged(degree: int) -> No
         assert len(recorded.of("npu_fusion_attention_grad")) == degree**2
     assert calls["npu_fusion"] == [] and len(calls["npu_fusion_update"]) == degree * (degree - 1)
     given = calls["npu_fusion_update"][0]
-    assert f"{UPDATE} {given['input_layout']}" == OperatorMerge().told()
+    assert f"{UPDATE} {given['input_layout']}" == OperatorMerge().describe()
 
 
 @pytest.mark.usefixtures("operators")
