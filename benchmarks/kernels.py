@@ -29,7 +29,7 @@ from cp_engine.config.composition import plan_from_config
 from cp_engine.exchange.redistribute import Target
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
-from cp_engine.kernels.registry import KERNELS, Call, Kernel, hardware
+from cp_engine.kernels.registry import KERNELS, Kernel, KernelRequest, hardware
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime.program import Program
 
@@ -189,7 +189,7 @@ def milliseconds(plan: Plan, device: str, rounds: int) -> float:
 # ------------------------------------------------------------------ the table
 def refusal(case: Case, kernel: Kernel, dtype: str, device: str) -> str | None:
     return kernel.refusal(
-        Call(
+        KernelRequest(
             device=device,
             dtype=dtype,
             head_dim=case.head_dim,

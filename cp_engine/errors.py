@@ -2,15 +2,16 @@
 
 import difflib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+T = TypeVar("T")
 SHOWN = 20
 """Problems that are printed; more are counted."""
 LONGEST = 4000
@@ -214,10 +215,41 @@ def require(primitive: object, method: str, value: object, wanted: type, rule: s
         raise Faulty(primitive, method, f"returned {got}, not a {wanted.__name__}", rule)
 
 
+def installed(
+    group: str, faults_of: Callable[[str, object, Mapping[str, T]], Iterator[tuple[str, str]]]
+) -> dict[str, T]:
+    """What other packages bring under a group of entry points, by name.
+
+    Args:
+        group: such as `cp_engine.kernels`.
+        faults_of: what of an object is wrong, and the rule; given its name and those before it.
+
+    Raises:
+        ConfigError: entry points that cannot be imported, or that name something else; all of them.
+    """
+    from importlib.metadata import entry_points  # here: reading the metadata of all packages takes longer than planning
+
+    table: dict[str, T] = {}
+    problems: list[Problem] = []
+    for entry in entry_points(group=group):
+        try:
+            found = entry.load()
+        except Exception as error:  # whatever the package does while it is imported
+            what, rule = f"cannot be imported: {raised(error)}", "an entry point is module:name"
+            raise ConfigError([*problems, unloadable(entry, what, rule)]) from error
+        faults = list(faults_of(entry.name, found, table))
+        problems += [unloadable(entry, what, rule) for what, rule in faults]
+        if not faults:
+            table[entry.name] = found
+    if problems:
+        raise ConfigError(problems)
+    return table
+
+
 def unloadable(entry: "EntryPoint", what: str, rule: str) -> Problem:
-    """The problem of an entry point that gives no primitive."""
+    """The problem of an entry point that gives something else than it should."""
     details = (("of", _package(entry)), ("rule", rule), ("see", WHERE))
-    return Problem(key=f"{GROUP}: {entry.name} = {entry.value}", what=what, details=details)
+    return Problem(key=f"{entry.group}: {entry.name} = {entry.value}", what=what, details=details)
 
 
 def raised(error: BaseException) -> str:

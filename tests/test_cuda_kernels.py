@@ -20,7 +20,7 @@ from cp_engine.kernels.cuda_efficient import CUDAEfficient
 from cp_engine.kernels.cuda_flash import CUDAFlash
 from cp_engine.kernels.cudnn import CuDNN
 from cp_engine.kernels.flex import Flex
-from cp_engine.kernels.registry import KERNELS, Call, Kernel, hardware
+from cp_engine.kernels.registry import KERNELS, Kernel, KernelRequest, hardware
 from cp_engine.kernels.tiled import TiledAttention
 from cp_engine.runtime.program import Program
 from tests.helpers import plan_of, small
@@ -393,7 +393,9 @@ GPU_TILES = [*TILES, full(300, 517), causal(300), band(128, 900, -777, -13)]
 
 def require(kernel: Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Skips what this GPU is refused for by name; on an H200 with cuDNN 9.11 that is nothing of SHAPES."""
-    call = Call(device="cuda", dtype=str(dtype)[6:], head_dim=shape[2], v_head_dim=shape[3], hardware=hardware("cuda"))
+    call = KernelRequest(
+        device="cuda", dtype=str(dtype)[6:], head_dim=shape[2], v_head_dim=shape[3], hardware=hardware("cuda")
+    )
     reason = kernel.refusal(call)
     if reason is not None:
         pytest.skip(f"{kernel.name} {reason}")

@@ -18,7 +18,7 @@ from cp_engine.exchange.redistribute import Target
 from cp_engine.kernels.cpu_flash import CPUFlash
 from cp_engine.kernels.flex import BLOCK, Flex, _band
 from cp_engine.kernels.math import Math
-from cp_engine.kernels.registry import KERNELS, Call, Hardware, Kernel, choose, hardware
+from cp_engine.kernels.registry import KERNELS, Hardware, Kernel, KernelRequest, choose, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index, merge
 from cp_engine.runtime.program import Program
 from tests.conftest import PATIENCE, clean_environment
@@ -29,7 +29,7 @@ BOUNDS = {torch.float64: 1e-13, torch.float32: 2e-5, torch.float16: 8e-3, torch.
 SCALE = 0.3
 Results = dict[str, Tensor]
 
-TRAINING = Call(device="cpu", dtype="float64", head_dim=8, v_head_dim=8)
+TRAINING = KernelRequest(device="cpu", dtype="float64", head_dim=8, v_head_dim=8)
 CPU_KERNELS = [k for k in KERNELS if k.refusal(TRAINING) is None]
 every_kernel = pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda k: k.name)
 flash = CPUFlash()
@@ -480,12 +480,12 @@ def test_uneven_groups_equal_dense() -> None:
 
 # ------------------------------------------------------------------ choosing
 def test_auto_takes_the_fast_kernel_on_cpu_and_says_what_it_is() -> None:
-    kernel, reason = choose(KERNELS, Call(device="cpu", dtype="float32", head_dim=64, v_head_dim=64))
+    kernel, reason = choose(KERNELS, KernelRequest(device="cpu", dtype="float32", head_dim=64, v_head_dim=64))
     assert (kernel.name, reason) == ("cpu_flash", CPUFlash.summary)
 
 
 def test_auto_says_why_it_does_not_take_the_fast_kernels() -> None:
-    kernel, reason = choose(KERNELS, Call(device="cuda", dtype="float64", head_dim=64, v_head_dim=64))
+    kernel, reason = choose(KERNELS, KernelRequest(device="cuda", dtype="float64", head_dim=64, v_head_dim=64))
     assert kernel.name == "math"
     for name in ("cuda_flash", "cudnn", "cuda_efficient", "flex"):
         assert f"{name}: computes " in reason and reason.count("not float64") == 4
@@ -518,14 +518,14 @@ V100 = Hardware(capability=(7, 0), cudnn_version=91501)
 def test_auto_takes_the_first_kernel_that_can(
     device: str, dtype: str, dims: tuple[int, int], there: Hardware | None, chosen: str
 ) -> None:
-    call = Call(device=device, dtype=dtype, head_dim=dims[0], v_head_dim=dims[1], hardware=there)
+    call = KernelRequest(device=device, dtype=dtype, head_dim=dims[0], v_head_dim=dims[1], hardware=there)
     assert choose(KERNELS, call)[0].name == chosen
 
 
-def on_h200(**changes: object) -> Call:
+def on_h200(**changes: object) -> KernelRequest:
     """A call that every CUDA kernel takes, with some of it changed."""
     call = {"device": "cuda", "dtype": "bfloat16", "head_dim": 64, "v_head_dim": 64, "hardware": H200, **changes}
-    return Call(**call)
+    return KernelRequest(**call)
 
 
 def there(**changes: object) -> Hardware:
@@ -584,7 +584,7 @@ def there(**changes: object) -> Hardware:
         ("math", on_h200(dtype="float64", hardware=there(is_nvidia=False)), None),
     ],
 )
-def test_what_a_kernel_cannot_do_is_said(name: str, call: Call, reason: str | None) -> None:
+def test_what_a_kernel_cannot_do_is_said(name: str, call: KernelRequest, reason: str | None) -> None:
     assert next(k for k in KERNELS if k.name == name).refusal(call) == reason
 
 

@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cp_engine.algebra import tensors
 from cp_engine.errors import CPError, PrimitiveError
+from cp_engine.job import explain
 from tests.conftest import Result
-from tests.helpers import computed, plan_of
+from tests.helpers import CAUSAL, assert_equals_reference, computed, in_float64, plan_of, small
 
 HEAD = """
 from dataclasses import dataclass, field
@@ -221,6 +224,74 @@ def test_classes_that_are_no_primitives_are_all_refused(install: Install) -> Non
         if f"cp_engine.primitives: {name} = my_steps:{name}  {said}" not in text
     ]
     assert not missing, text
+
+
+# ------------------------------------------------------------------ kernels and tensors
+KERNEL = """
+from cp_engine.kernels.math import Math
+class Counting(Math):
+    name, summary, calls = "counting", "math, counted", 0
+    def forward(self, *given):
+        type(self).calls += 1
+        return super().forward(*given)
+class Half:
+    name, summary, limits = "half", "no backward", Math.limits
+    def refusal(self, request): ...
+    def forward(self, q, k, v, tile, scale): ...
+counting, half, Type, taken = Counting(), Half(), Counting, Math()
+"""
+ROW = """
+from cp_engine.algebra.tensors import Row
+bias = Row(name="bias", heads="kv", width=lambda shape: 3, dtype="statistic")
+other, q = Row(name="another", heads="q", width=lambda shape: 1), Row(name="q", heads="q", width=lambda shape: 1)
+"""
+
+
+def bring(folder: Path, group: str, *names: str) -> None:
+    text = f"[{group}]\n" + "".join(
+        f"{name} = my_steps:{target or name}\n" for name, _, target in (n.partition("=") for n in names)
+    )
+    (folder.parent / "site" / "my_steps-1.2.dist-info" / "entry_points.txt").write_text(text)
+
+
+def test_kernel_of_a_package_is_taken_by_its_name(install: Install) -> None:
+    bring(install(KERNEL), "cp_engine.kernels", "counting")
+    named = plan_of("ring", "cp.steps.attend.kernel=counting")
+    assert "attend: counting (named in the configuration)" in explain.text(named)
+    assert "counting" not in explain.text(plan_of("ring"))
+    with pytest.raises(CPError, match=r"allowed +auto, .*, counting"):
+        plan_of("ring", "cp.steps.attend.kernel=countin")
+    assert_equals_reference(in_float64(named), CAUSAL)
+    assert sys.modules["my_steps"].Counting.calls > 0
+
+
+def test_objects_that_are_no_kernels_are_refused(install: Install) -> None:
+    bring(install(KERNEL), "cp_engine.kernels", "half", "other=counting", "Type", "math=taken")
+    with pytest.raises(CPError) as error:
+        plan_of("ring")
+    for said in (
+        "half = my_steps:half  is <my_steps.Half",
+        "and lacks backward",
+        "other = my_steps:counting  calls itself counting",
+    ):
+        assert said in str(error.value)
+    assert "Type = my_steps:Type  is <class 'my_steps.Counting'>, and lacks an instance" in str(error.value)
+    assert "math = my_steps:taken  math is a kernel of the engine" in str(error.value)
+
+
+def test_tensor_of_a_package_is_a_row(install: Install) -> None:
+    folder, shape = install(ROW), small(heads=8, kv_heads=4)
+    bring(folder, "cp_engine.tensors", "bias")
+    assert tensors.size_of(shape, "bias", 5) == (shape.batch, shape.kv_heads, 5, 3)
+    assert tensors.element_bytes(replace(shape, dtype="bfloat16"), "bias") == 4
+    bring(folder, "cp_engine.tensors", "other", "q")
+    sys.path.insert(0, str(folder.parent / "other"))  # rows are looked up once for each path
+    try:
+        with pytest.raises(CPError, match="other = my_steps:other  is Row") as error:
+            tensors.row("unknown")
+    finally:
+        sys.path.remove(str(folder.parent / "other"))
+    assert "q is a tensor of the engine" in str(error.value)
 
 
 def test_fault_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

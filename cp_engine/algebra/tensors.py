@@ -5,7 +5,7 @@ of its own. Nothing else in the engine lists tensors.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -14,7 +14,7 @@ import numpy as np
 
 from cp_engine.algebra.layout import Layout, image
 from cp_engine.algebra.shape import BYTES, Shape
-from cp_engine.errors import ConfigError, Problem, raised
+from cp_engine.errors import ConfigError, Problem, installed
 
 GROUP = "cp_engine.tensors"
 
@@ -137,26 +137,14 @@ def _unknown(name: str) -> Problem:
 @cache
 def _installed(path: tuple[str, ...]) -> Mapping[str, Row | Parameter]:
     """Rows that other packages add; looked up once for each path."""
-    from importlib.metadata import entry_points  # here: most compositions have the engine's own tensors
+    return installed(GROUP, _faults)
 
-    table: dict[str, Row | Parameter] = {}
-    problems = []
-    for entry in entry_points(group=GROUP):
-        key = f"{GROUP}: {entry.name} = {entry.value}"
-        try:
-            found = entry.load()
-        except Exception as error:  # whatever the package does while it is imported
-            raise ConfigError([Problem(key=key, what=f"cannot be imported: {raised(error)}")]) from error
-        if not isinstance(found, Row | Parameter) or found.name != entry.name:
-            what = f"is {found!r}, not a Row or a Parameter of that name"
-            problems.append(Problem(key=key, what=what, details=(("rule", "an entry point is module:ROW"),)))
-        elif found.name in {*_ROWS, *_PARAMETERS, *table}:
-            problems.append(Problem(key=key, what="the engine or another package has a tensor of this name"))
-        else:
-            table[found.name] = found
-    if problems:
-        raise ConfigError(problems)
-    return table
+
+def _faults(name: str, found: object, others: Mapping[str, Row | Parameter]) -> Iterator[tuple[str, str]]:
+    if not isinstance(found, Row | Parameter) or found.name != name:
+        yield f"is {found!r}", "a tensor is a Row or a Parameter of cp_engine.algebra.tensors, under its own name"
+    elif name in {*_ROWS, *_PARAMETERS}:
+        yield f"{name} is a tensor of the engine", "a name stands for one tensor"
 
 
 def heads_per_head(shape: Shape, tensor: str) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class KernelRequest:
     """What a kernel is asked for, known before any tensor exists.
 
     Args:
@@ -89,27 +89,28 @@ class Limits:
         """What a reader is told of a rank's kernel calls; nothing of most kernels."""
         return [] if self.describe is None else [self.describe(tilings, self.merge)]
 
-    def refusal(self, call: Call) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         """Why a call is outside the limits; None when it is inside."""
-        if self.devices and call.device not in self.devices:
-            return f"runs on {' and '.join(self.devices)}, not on {call.device}"
-        if self.dtypes and call.dtype not in self.dtypes:
-            return f"computes {', '.join(self.dtypes)}, not {call.dtype}"
-        width = max(call.head_dim, call.v_head_dim)
+        if self.devices and request.device not in self.devices:
+            return f"runs on {' and '.join(self.devices)}, not on {request.device}"
+        if self.dtypes and request.dtype not in self.dtypes:
+            return f"computes {', '.join(self.dtypes)}, not {request.dtype}"
+        width = max(request.head_dim, request.v_head_dim)
         if self.widest is not None and width > self.widest:
             return f"takes head dims up to {self.widest}, not {width}"
-        hardware = call.hardware
+        hardware = request.hardware
         if hardware is None:
             return None
         if not hardware.is_nvidia:
             return "is written for NVIDIA GPUs, and this PyTorch is built for ROCm"
-        lowest = max(self.capability, dict(self.dtype_capability).get(call.dtype, (0, 0)))
+        lowest = max(self.capability, dict(self.dtype_capability).get(request.dtype, (0, 0)))
         if hardware.capability < lowest:
             needed, there = (".".join(map(str, c)) for c in (lowest, hardware.capability))
-            return f"needs compute capability {needed} for {call.dtype}, and this GPU has {there}"
+            return f"needs compute capability {needed} for {request.dtype}, and this GPU has {there}"
         return None
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """One attention kernel. Tensors are [B, H, S, D]; k and v may have fewer heads, dividing q's."""
 
@@ -125,7 +126,7 @@ class Kernel(Protocol):
     def limits(self) -> Limits:
         """What it can do."""
 
-    def refusal(self, call: Call) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         """Why the kernel cannot do a call; None when it can."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
@@ -156,15 +157,3 @@ def band_mask(tile: Tile, device: torch.device) -> Tensor:
     if tile.kind == "causal":
         return ahead >= 0
     return (ahead >= tile.low) & (ahead <= tile.high)
-
-
-def choose(kernels: Sequence[Kernel], call: Call) -> tuple[Kernel, str]:
-    """The first kernel that can do a call, and why those before it that run on its device cannot."""
-    reasons: list[str] = []
-    for kernel in kernels:
-        reason = kernel.refusal(call)
-        if reason is None:
-            return kernel, "; ".join(reasons) or kernel.summary
-        if call.device in kernel.limits.devices:
-            reasons.append(f"{kernel.name}: {reason}")
-    raise LookupError("; ".join(reasons))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits
+from cp_engine.kernels.base import KernelRequest, Limits
 from cp_engine.kernels.operands import additive_mask, cut, is_empty, nothing_seen, padded, unseen
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -23,8 +23,8 @@ class CPUFlash:
     summary = "PyTorch's CPU flash attention"
     limits = Limits(devices=("cpu",))
 
-    def refusal(self, call: Call) -> str | None:
-        return self.limits.refusal(call)
+    def refusal(self, request: KernelRequest) -> str | None:
+        return self.limits.refusal(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         if is_empty(q, k, v):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits
+from cp_engine.kernels.base import KernelRequest, Limits
 from cp_engine.kernels.operands import (
     ALIGNED_BYTES,
     additive_mask,
@@ -52,8 +52,8 @@ class CUDAEfficient:
         dtype_capability=(("bfloat16", (8, 0)),),
     )
 
-    def refusal(self, call: Call) -> str | None:
-        return self.limits.refusal(call)
+    def refusal(self, request: KernelRequest) -> str | None:
+        return self.limits.refusal(request)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         if is_empty(q, k, v):

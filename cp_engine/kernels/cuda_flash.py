@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits
+from cp_engine.kernels.base import KernelRequest, Limits
 from cp_engine.kernels.cuda_efficient import CUDAEfficient
 from cp_engine.kernels.operands import ALIGNED_BYTES, aligned, cut, is_empty, nothing_seen, rounded
 
@@ -33,11 +33,11 @@ class CUDAFlash:
     limits = Limits(devices=("cuda",), dtypes=("bfloat16", "float16"), widest=256, capability=(8, 0))
     _partial = CUDAEfficient()
 
-    def refusal(self, call: Call) -> str | None:
-        reason = self.limits.refusal(call)
-        if reason is not None or call.hardware is None or not call.needs_backward:
+    def refusal(self, request: KernelRequest) -> str | None:
+        reason = self.limits.refusal(request)
+        if reason is not None or request.hardware is None or not request.needs_backward:
             return reason
-        width, here = rounded(max(call.head_dim, call.v_head_dim), 8), call.hardware.capability
+        width, here = rounded(max(request.head_dim, request.v_head_dim), 8), request.hardware.capability
         if 192 < width <= 224 and any(first <= here <= last for first, last in UNTRAINABLE):
             return f"has no backward for head dim {width} on compute capability {here[0]}.{here[1]}"
         return None

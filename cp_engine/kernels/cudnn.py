@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits
+from cp_engine.kernels.base import KernelRequest, Limits
 from cp_engine.kernels.cuda_efficient import CUDAEfficient
 from cp_engine.kernels.operands import cut, is_empty, nothing_seen, padded, rounded
 
@@ -39,13 +39,13 @@ class CuDNN:
     limits = Limits(devices=("cuda",), dtypes=("bfloat16", "float16"), capability=(8, 0))
     _rest = CUDAEfficient()
 
-    def refusal(self, call: Call) -> str | None:
-        reason = self.limits.refusal(call)
+    def refusal(self, request: KernelRequest) -> str | None:
+        reason = self.limits.refusal(request)
         if reason is not None:
             return reason
-        widths, hardware = (rounded(call.head_dim, 8), rounded(call.v_head_dim, 8)), call.hardware
+        widths, hardware = (rounded(request.head_dim, 8), rounded(request.v_head_dim, 8)), request.hardware
         if max(widths) > 128 and widths != MLA:
-            return f"takes head dims up to 128, or 192 with 128 for v, not {call.head_dim} with {call.v_head_dim}"
+            return f"takes head dims up to 128, or 192 with 128 for v, not {request.head_dim} with {request.v_head_dim}"
         if hardware is None:
             return None
         if hardware.cudnn_version < 90000:
@@ -53,7 +53,7 @@ class CuDNN:
         if widths == MLA and not (hardware.capability[0] in (9, 10) and hardware.cudnn_version >= 91100):
             needs = "takes head dims 192 with 128 on compute capability 9.0 and 10.x with cuDNN 9.11"
             return f"{needs}, not on {'.'.join(map(str, hardware.capability))} with {hardware.cudnn_version}"
-        if hardware.is_deterministic and call.needs_backward:
+        if hardware.is_deterministic and request.needs_backward:
             return "has no deterministic backward, and torch.use_deterministic_algorithms is on"
         return None
 

@@ -11,7 +11,7 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from torch.nn.attention.flex_attention import BlockMask
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits
+from cp_engine.kernels.base import KernelRequest, Limits
 from cp_engine.kernels.operands import cut, is_empty, nothing_seen, padded, without_autocast
 
 BLOCK = 128
@@ -67,15 +67,15 @@ class Flex:
     def __init__(self, backend: str | None = "inductor") -> None:
         self._backend = backend
 
-    def refusal(self, call: Call) -> str | None:
-        reason = self.limits.refusal(call)
+    def refusal(self, request: KernelRequest) -> str | None:
+        reason = self.limits.refusal(request)
         if reason is not None:
             return reason
-        if call.device == "cuda" and call.dtype == "float64":
+        if request.device == "cuda" and request.dtype == "float64":
             return "computes float32, bfloat16, float16 on cuda, not float64"
         if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
             return f"needs PyTorch 2.13, and this is {torch.__version__}"
-        return "has no backward on cpu" if call.device == "cpu" and call.needs_backward else None
+        return "has no backward on cpu" if request.device == "cpu" and request.needs_backward else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         if is_empty(q, k, v):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.kernels.base import Call, Limits, band_mask
+from cp_engine.kernels.base import KernelRequest, Limits, band_mask
 from cp_engine.kernels.operands import without_autocast
 
 ROWS = 1024
@@ -18,7 +18,7 @@ class Math:
     summary = "torch operations, any device and dtype"
     limits = Limits()
 
-    def refusal(self, call: Call) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from cp_engine.algebra.tiles import Tile, Tiling
 from cp_engine.kernels.ascend.layouts import COPIES
 from cp_engine.kernels.ascend.operators import COMPRESSED, accepts, registered
-from cp_engine.kernels.base import Call, Limits, Merge, band_mask
+from cp_engine.kernels.base import KernelRequest, Limits, Merge, band_mask
 from cp_engine.kernels.operands import is_empty, nothing_seen
 
 FORWARD, BACKWARD = "npu_fusion_attention", "npu_fusion_attention_grad"
@@ -69,11 +69,11 @@ class NPUFusion:
     summary: str = "npu_fusion_attention of torch_npu"
     limits: Limits = LIMITS
 
-    def refusal(self, call: Call) -> str | None:
-        if call.v_head_dim > call.head_dim:
-            return f"takes values no wider than keys, and they are {call.v_head_dim} and {call.head_dim} wide"
+    def refusal(self, request: KernelRequest) -> str | None:
+        if request.v_head_dim > request.head_dim:
+            return f"takes values no wider than keys, and they are {request.v_head_dim} and {request.head_dim} wide"
         merge = self.limits.merge
-        return self.limits.refusal(call) or (None if merge is None else merge.refusal())
+        return self.limits.refusal(request) or (None if merge is None else merge.refusal())
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         if is_empty(q, k, v):

@@ -1,7 +1,7 @@
 """Fields of primitives: a constructor for each kind of key that a primitive's YAML may have, each with its reader."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from typing import Any, Protocol
 
@@ -73,9 +73,14 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of some names."""
+    """One of some names, or of those that a function gives when they are needed."""
 
-    names: tuple[str, ...]
+    of: tuple[str, ...] | Callable[[], tuple[str, ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it may be."""
+        return self.of() if callable(self.of) else self.of
 
     def read(self, reader: Reading, value: object, at: Place) -> object:
         reader.one_of(at.key, value, self.names)
@@ -202,6 +207,11 @@ def axes(default: Any = MISSING) -> Any:
 def choice(*allowed: str, default: Any = MISSING) -> Any:
     """A field `str` that is one of some names."""
     return field(default=default, metadata={KIND: Choice(allowed)})
+
+
+def choice_of(names: Callable[[], tuple[str, ...]], default: Any = MISSING) -> Any:
+    """A field `str` that is one of the names which a function gives, such as those of all kernels."""
+    return field(default=default, metadata={KIND: Choice(names)})
 
 
 def step_name() -> Any:

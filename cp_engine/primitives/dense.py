@@ -10,13 +10,13 @@ from cp_engine.algebra.shape import BYTES, Shape
 from cp_engine.algebra.tensors import counts, heads_per_head
 from cp_engine.algebra.tiles import Tiling, in_fewer_calls, tiling_of_blocks
 from cp_engine.algebra.transfer import Numbers, Table, Transfer
-from cp_engine.errors import CoverageError, KernelError, Problem
+from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
 from cp_engine.exchange.redistribute import Target, sizes
-from cp_engine.kernels.registry import KERNELS, Call, Kernel, choose, hardware
+from cp_engine.kernels.registry import AUTO, Kernel, KernelRequest, choose, dense_kernels, dense_names, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index
 from cp_engine.plan.facts import TRACED_RANKS, Fact
-from cp_engine.plan.fields import axes, choice
+from cp_engine.plan.fields import axes, choice_of
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
 from cp_engine.primitives.coverage import require_coverage, together
@@ -36,7 +36,7 @@ class Dense(Step):
     kind = "dense"
     consumes = ("q", "k", "v")
     makes = ("out",)
-    kernel: str = choice("auto", *(k.name for k in KERNELS), default="auto")
+    kernel: str = choice_of(dense_names, default=AUTO)
     rotate: tuple[str, ...] = axes(default=())
     sinks: bool = False
 
@@ -123,24 +123,14 @@ class Dense(Step):
         Raises:
             KernelError: the named kernel cannot do the call.
         """
-        call = Call(
+        call = KernelRequest(
             device=device,
             dtype=shape.dtype,
             head_dim=shape.head_dim,
             v_head_dim=shape.v_head_dim,
             hardware=hardware(device),
         )
-        if self.kernel == "auto":
-            return choose(KERNELS, call)
-        kernel = next(k for k in KERNELS if k.name == self.kernel)
-        reason = kernel.refusal(call)
-        if reason is not None:
-            key = f"cp.steps.{self.name}.kernel"
-            rule = ("rule", "a named kernel is used or refused, never replaced")
-            raise KernelError(
-                [Problem(key=key, what=f"{self.kernel} {reason}", details=(rule,), tries=(f"{key}=auto",))]
-            )
-        return kernel, "named in the configuration"
+        return choose(dense_kernels(), call, self.kernel, f"cp.steps.{self.name}.kernel")
 
     def cost(self, planned: PlannedStep, plan: Plan) -> Cost:
         q, k, shape = planned.layout_before("q"), planned.layout_before("k"), plan.part

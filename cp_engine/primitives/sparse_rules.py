@@ -9,13 +9,14 @@ import numpy as np
 from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, cut_by, image
 from cp_engine.algebra.tensors import heads_per_head
-from cp_engine.errors import CoverageError, KernelError, Problem
+from cp_engine.errors import CoverageError
 from cp_engine.exchange.redistribute import Target
+from cp_engine.kernels.registry import AUTO, choose, sparse_kernels, sparse_names
 from cp_engine.kernels.sparse.npu import SparseCall
-from cp_engine.kernels.sparse.table import SPARSE_KERNELS, SparseKernel, choose_sparse
+from cp_engine.kernels.sparse.table import SparseKernel
 from cp_engine.kernels.sparse.visibility import Sight, seen_keys
 from cp_engine.plan.facts import Fact, in_units, span
-from cp_engine.plan.fields import choice
+from cp_engine.plan.fields import choice_of
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
 
@@ -32,7 +33,7 @@ class SparseStep(Step):
     """What its kernel does in it: `select`, `attend` or `learn`."""
     sees: ClassVar[tuple[str, str]]
     """The tensors whose positions are the queries and keys of that work."""
-    kernel: str = choice("auto", *(k.name for k in SPARSE_KERNELS), default="auto")
+    kernel: str = choice_of(sparse_names, default=AUTO)
 
     def describe(self, planned: PlannedStep, plan: Plan, device: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """What a device's own operators are told, and how often each is called per rank, in each pass that needs it."""
@@ -72,15 +73,7 @@ class SparseStep(Step):
         Raises:
             KernelError: the named kernel cannot do the call.
         """
-        call = call_of(plan, device)
-        if self.kernel == "auto":
-            return choose_sparse(call)
-        kernel = next(k for k in SPARSE_KERNELS if k.name == self.kernel)
-        if (reason := kernel.refusal(call)) is not None:
-            key, rule = f"cp.steps.{self.name}.kernel", ("rule", "a named kernel is used or refused, never replaced")
-            problem = Problem(key=key, what=f"{self.kernel} {reason}", details=(rule,), tries=(f"{key}=auto",))
-            raise KernelError([problem])
-        return kernel, "named in the configuration"
+        return choose(sparse_kernels(), call_of(plan, device), self.kernel, f"cp.steps.{self.name}.kernel")
 
 
 def call_of(plan: Plan, device: str) -> SparseCall:

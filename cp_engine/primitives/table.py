@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import cache
-from importlib.metadata import entry_points
 from typing import get_type_hints
 
-from cp_engine.errors import GROUP, ConfigError, Problem, raised, unloadable
+from cp_engine.errors import GROUP, raised
+from cp_engine.errors import installed as found_in
 from cp_engine.plan.fields import KIND, OfLayout
 from cp_engine.plan.ir import Step
 from cp_engine.plan.token_layout import TokenLayout
@@ -45,30 +45,20 @@ def installed() -> dict[str, type[TokenLayout] | type[Step]]:
 
 @cache
 def _installed(path: tuple[str, ...]) -> Mapping[str, type[TokenLayout] | type[Step]]:
-    """Looked up once for each path: reading the metadata of all packages takes longer than planning."""
-    table = dict(PRIMITIVES)
-    problems: list[Problem] = []
-    for entry in entry_points(group=GROUP):
-        try:
-            primitive = entry.load()
-        except Exception as error:  # whatever the package does while it is imported
-            what, rule = f"cannot be imported: {raised(error)}", "an entry point is module:class"
-            raise ConfigError([*problems, unloadable(entry, what, rule)]) from error
-        faults = list(_faults(primitive, table))
-        problems += [unloadable(entry, what, rule) for what, rule in faults]
-        if not faults:
-            table[primitive.kind] = primitive
-    if problems:
-        raise ConfigError(problems)
-    return table
+    """Looked up once for each path."""
+    brought = found_in(GROUP, _faults)
+    return {**PRIMITIVES, **{primitive.kind: primitive for primitive in brought.values()}}
 
 
-def _faults(primitive: object, table: Mapping[str, type]) -> Iterator[tuple[str, str]]:
+def _faults(
+    entry: str, primitive: object, others: Mapping[str, type[TokenLayout] | type[Step]]
+) -> Iterator[tuple[str, str]]:
     """What a class lacks that every primitive has, and the rule; before any method is called."""
     if not (isinstance(primitive, type) and issubclass(primitive, TokenLayout | Step)):
         yield f"is {primitive!r}", "a primitive is a class derived from Step or TokenLayout"
         return
     kind, name = getattr(primitive, "kind", None), primitive.__name__
+    table = {**PRIMITIVES, **{other.kind: other for other in others.values()}}
     if not isinstance(kind, str) or not kind or "kind" not in vars(primitive):
         yield f"{name} states no kind", "`kind` is a name of its own, by which compositions choose the class"
     elif kind in table:

@@ -150,7 +150,7 @@ class NPUSparse:
 
     name = "npu_sparse"
     summary = "npu_lightning_indexer, npu_sparse_flash_attention and their gradients"
-    devices = ("npu", "npu_reference")
+    devices: tuple[str, ...] = ("npu", "npu_reference")
     limits = SparseLimits()
     learns_from_heads = True
 

@@ -1,20 +1,23 @@
-"""The kernels of sparse attention, in the order in which `auto` tries them."""
+"""What a kernel of sparse attention is, and the one in torch operations, which does every call."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from cp_engine.kernels.sparse import torch_ops
-from cp_engine.kernels.sparse.npu import NPUSparse, SparseCall
+from cp_engine.kernels.sparse.npu import SparseCall
 from cp_engine.kernels.sparse.torch_ops import Attended, Given, Index
 from cp_engine.kernels.sparse.visibility import Sight
 
 
+@runtime_checkable
 class SparseKernel(Protocol):
     """The arithmetic of the three steps; see `cp_engine.kernels.sparse.torch_ops` for what each gives."""
 
     name: str
     summary: str
+    devices: tuple[str, ...]
+    """Device types; empty for any."""
     learns_from_heads: bool
     """Whether its loss takes the queries of all heads, and not what they attend to."""
 
@@ -47,6 +50,7 @@ class TorchSparse:
 
     name = "torch"
     summary = "torch operations, any device, mask and size"
+    devices: tuple[str, ...] = ()
     learns_from_heads = False
     select = staticmethod(torch_ops.select)
     attend = staticmethod(torch_ops.attend)
@@ -61,16 +65,3 @@ class TorchSparse:
 
     def calls(self, sight: Sight) -> int:
         return 0
-
-
-SPARSE_KERNELS: tuple[SparseKernel, ...] = (NPUSparse(), TorchSparse())
-"""The last one can do every call."""
-
-
-def choose_sparse(call: SparseCall) -> tuple[SparseKernel, str]:
-    """The first kernel that can do a call, and why those of its device before it cannot."""
-    npu, torch_ = SPARSE_KERNELS
-    reason = npu.refusal(call)
-    if reason is None:
-        return npu, npu.summary
-    return torch_, f"{npu.name}: {reason}" if call.device in NPUSparse.devices else torch_.summary
