@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -15,16 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_engine
 from cp_engine import ContextParallel, CPError
-from tests.gloo import World, world
+from tests.gloo import World
 from tests.helpers import shipped
 
 LENGTH, HEADS, WIDTH = 32, 4, 8
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 class Model(nn.Module):

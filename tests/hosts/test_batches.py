@@ -17,7 +17,7 @@ from cp_engine.job import train
 from cp_engine.job.launch import start
 from cp_engine.job.launch.failures import RankFailure
 from tests.conftest import Result
-from tests.hosts.test_training import configured
+from tests.jobs import configured
 
 with cpu_shims():
     from cp_engine.hosts.torchtitan.loss import SummedLoss

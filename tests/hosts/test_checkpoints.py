@@ -25,9 +25,7 @@ from cp_engine.job import train
 from cp_engine.job.checks.resume import Source, source_of
 from cp_engine.job.launch import start as elastic
 from tests.conftest import LAUNCH, PATIENCE, Result, clean_environment
-from tests.hosts.test_training import Config, configured, one_rank
-
-__all__ = ["one_rank"]
+from tests.jobs import Config, configured
 
 JOB = ("model=llama3", "titan.training.seq_len=64", "titan.checkpoint.enable=true", "titan.checkpoint.interval=2")
 SHARD = "__1_0.distcp"

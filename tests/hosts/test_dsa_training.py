@@ -18,9 +18,9 @@ from cp_engine.runtime import memory
 from cp_engine.runtime.program import Program
 from tests.conftest import Result
 from tests.helpers import plan_of
-from tests.hosts.test_training import VALIDATION, configured, losses, metrics, trained
 from tests.job.test_comparison import record
-from tests.primitives.test_dsa import PUBLIC
+from tests.jobs import VALIDATION, configured, losses, metrics, trained
+from tests.primitives.sparse_shapes import PUBLIC
 from tests.runtime.test_memory import most_held
 
 

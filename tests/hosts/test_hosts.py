@@ -1,6 +1,6 @@
 """torchtitan's own attention modules under an engine on two gloo ranks: packed documents, block masks and latent attention."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,18 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import cp_engine
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 from cp_engine.job.verify import reference
-from tests.gloo import World, world
 
 BATCH, SEQUENCE, HEADS, KV_HEADS, HEAD_DIM = 2, 32, 4, 2, 8
 EOS = 0
 FROM_CALL = {"kind": "document"}
 PRESETS = ("ulysses", "allgather_kv", "ring_zigzag", "needed_kv", "reorder_zigzag")
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with world(2) as made:
-        yield made
 
 
 def engine_of(preset: str, mask: object, **sizes: int) -> cp_engine.ContextParallel:

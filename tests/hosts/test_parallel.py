@@ -16,7 +16,8 @@ from cp_engine.job.launch.failures import RankFailure
 from cp_engine.job.train import rank_process, section, titan_of
 from cp_engine.job.verify import training_mode
 from cp_engine.job.verify.comparison import compare, read
-from tests.hosts.test_training import VALIDATION, Config, configured, keys, packed_alone, packed_composition
+from tests.hosts.packed import packed_alone, packed_composition
+from tests.jobs import VALIDATION, Config, configured, keys
 
 PRESETS = {  # of 2 ranks each, and the model it is tried with; the first one meets everything
     "ulysses": "llama3",

@@ -24,7 +24,7 @@ from cp_engine.kernels.registry import KERNELS, Call, Kernel, hardware
 from cp_engine.kernels.tiled import TiledAttention
 from cp_engine.runtime.program import Program
 from tests.helpers import plan_of, small
-from tests.kernels.test_kernels import (
+from tests.kernels.dense import (
     CASES,
     SCALE,
     Results,
@@ -40,10 +40,9 @@ from tests.kernels.test_kernels import (
     run_tiles,
     seen_in,
     sets_of,
-    strided_last_dim,
-    strided_sequence,
     visible_pairs,
 )
+from tests.kernels.test_kernels import strided_last_dim, strided_sequence
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
 BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

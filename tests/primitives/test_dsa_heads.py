@@ -1,6 +1,5 @@
 """Sparse attention beside tensor parallelism: heads cut over ranks of their own, the loss of all of them on each; on real gloo ranks."""
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 
@@ -37,12 +36,6 @@ SHAPE = Shape(
 )  # fmt: skip
 BOUND = 1e-11
 Numbers = dict[str, Tensor]
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 def engine_of(preset: str, shape: Shape) -> tuple[ContextParallel, int]:

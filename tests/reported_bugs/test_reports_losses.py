@@ -4,7 +4,7 @@ whatever else is parallel, gradients are those of one process.
 The rule, once: a rank's loss is its own targets' sum divided by the number of targets of the whole batch; gradients are summed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -18,17 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from cp_engine.runtime.context import ContextParallel
-from tests.exchange.test_gloo import Toy
-from tests.gloo import World, world
+from tests.gloo import World
+from tests.on_ranks import Toy
 from tests.reported_bugs.test_reports_ranks import IGNORED, LENGTH, degrees, engine_of, mesh
 
 VOCABULARY = 50
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 def text(batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:

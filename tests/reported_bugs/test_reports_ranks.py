@@ -1,6 +1,6 @@
 """The reports of docs/reports.md that need ranks of their own: 4 gloo ranks, as one group or as two groups of 2."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 
@@ -18,20 +18,14 @@ from cp_engine.config.compose import presets
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
 from cp_engine.runtime.context import ContextParallel
-from tests.exchange.test_gloo import Toy, assert_in_step, mesh_of
-from tests.gloo import World, world
+from tests.gloo import World
 from tests.helpers import begins_with_latent, shipped, varied
+from tests.on_ranks import Toy, assert_in_step, mesh_of
 
 OF_QKV = [p for p in presets() if p != "none" and not begins_with_latent(p)]
 IGNORED = -100
 LENGTH = 32
 degrees = pytest.mark.parametrize("degree", [2, 4])
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 @cache

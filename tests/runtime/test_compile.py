@@ -1,7 +1,5 @@
 """torch.compile(fullgraph=True) of a block with a composition inside, on two gloo ranks: the same numbers and the same exchanges."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import cp_engine
-from tests.gloo import World, world
 
 SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
 WIDTH = HEADS * HEAD_DIM
@@ -27,12 +24,6 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
         return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with world(2) as made:
-        yield made
 
 
 def engine_of(preset: str, *overrides: str) -> cp_engine.ContextParallel:

@@ -1,6 +1,5 @@
 """Engines where ranks differ before they meet: other process groups here and there, or a refusal of one rank alone."""
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -10,16 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import cp_engine
 from cp_engine import CPError
-from tests.gloo import World, world
+from tests.gloo import World
 from tests.helpers import shipped
 
 SIZES = {"sequence": 32, "heads": 4, "head_dim": 8}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 def attended(preset: str, axes: tuple[str, ...], sizes: tuple[int, ...], more: tuple[int, ...]) -> float:

@@ -1,6 +1,5 @@
 """Calls with DTensors, as hosts make them that keep tensor parallelism between layers (torchtitan's Qwen 3 does)."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,17 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from cp_engine.errors import CallError
 from cp_engine.runtime.call import Attention
 from cp_engine.runtime.context import ContextParallel
-from tests.gloo import World, world
+from tests.gloo import World
 from tests.helpers import in_float64, plan_of
 
 BATCH, HEADS, KV_HEADS, SEQUENCE, WIDTH = 3, 4, 2, 31, 8
 WIDTHS = {"q": (HEADS, WIDTH), "k": (KV_HEADS, WIDTH), "v": (KV_HEADS, WIDTH)}
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with world(4) as made:
-        yield made
 
 
 def inputs() -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The planned peak of memory against what the allocator saw, on two gloo ranks at sequence 8192."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,18 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 from cp_engine.runtime import memory
 from cp_engine.runtime.call import Call
 from cp_engine.runtime.context import ContextParallel
-from tests.gloo import World, world
 from tests.helpers import plan_of, small
 
 SEQUENCE = 8192
 SHAPE = small(sequence=SEQUENCE, heads=2, head_dim=64)
 WINDOW = {"kind": "window", "left": 100, "right": 0}
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with world(2) as made:
-        yield made
 
 
 CALLS = 3

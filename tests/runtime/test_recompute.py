@@ -1,7 +1,5 @@
 """`cp.recompute=skip_attention`: activation checkpointing repeats neither attention nor its exchanges, and the numbers stay."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_engine
 from cp_engine.runtime import planned_attention
-from tests.gloo import World, world
 
 SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
 WIDTH = HEADS * HEAD_DIM
@@ -41,12 +38,6 @@ class Layers(nn.Module):
             else:
                 x = checkpoint(self.layer, x, i, use_reentrant=self.mode == "reentrant")
         return x
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with world(2) as made:
-        yield made
 
 
 def engine_of(
