@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.gloo import World
 
 # Two test processes on two cores: more threads would only wait for each other. Before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -52,6 +56,36 @@ def same_numbers() -> None:
     import torch  # here: whoever asks for help needs none of it
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator["World"]:
+    from tests.gloo import world
+
+    with world(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator["World"]:
+    from tests.gloo import world
+
+    with world(4) as made:
+        yield made
+
+
+@pytest.fixture(params=["two", "four"])
+def ranks(request: pytest.FixtureRequest) -> "World":
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is the only rank of a job."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "0")
 
 
 def clean_environment(**more: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from tests.helpers import EVERY
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
-FOLDERS = ("conf", "cp_engine", "docs", "tests", "benchmarks", ".ci")
+FOLDERS = ("conf", "cp_engine", "docs", "tests", "tools", "benchmarks", ".ci")
 REFUSED_STEP = "~cp.steps.gather"
 SPARSE = (ROOT / "tests" / "toml" / "npu_dsa.toml").read_text()
 SWAPPED = "[training]\nlocal_batch_size = 1\n[optimizer]\nswap_optimizer = true\n"
