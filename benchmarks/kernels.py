@@ -26,7 +26,7 @@ from torch import Tensor
 from cp_engine.algebra.shape import Shape
 from cp_engine.config.compose import compose
 from cp_engine.config.composition import plan_from_config
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
 from cp_engine.kernels.registry import KERNELS, Kernel, KernelRequest, hardware

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cp_engine.errors import CPError
-    from cp_engine.runtime.call import Attention
+    from cp_engine.runtime.attention import Attention
     from cp_engine.runtime.compile import compile
     from cp_engine.runtime.context import ContextParallel
 

@@ -18,7 +18,7 @@ from cp_engine.algebra.shape import Shape
 from cp_engine.config.compose import compose
 from cp_engine.config.composition import plan_from_config, read
 from cp_engine.exchange.channel import Pending
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import reference
 from cp_engine.job.verify.attention import inputs_of
 from cp_engine.plan.cost import totals

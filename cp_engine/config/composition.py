@@ -6,7 +6,8 @@ Every name, type and value is checked here, and all problems are reported togeth
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 
-from cp_engine.algebra.mask import Mask, is_from_call, mask_of
+from cp_engine.algebra.mask import Mask
+from cp_engine.algebra.mask_kinds import is_from_call, mask_of
 from cp_engine.algebra.shape import BYTES, Shape
 from cp_engine.config.reader import Reader
 from cp_engine.errors import ConfigError, Problem

@@ -11,7 +11,8 @@ from cp_engine.algebra.tensors import row
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import calling, named
 from cp_engine.exchange.in_flight import Values
-from cp_engine.exchange.redistribute import Redistribution, Target
+from cp_engine.exchange.redistribute import Redistribution
+from cp_engine.exchange.target import Target
 
 Saved: TypeAlias = tuple[Tensor, ...]
 Moving: TypeAlias = Generator[None, None, Saved]

@@ -7,9 +7,8 @@ MPI_Alltoallw; all_gather is a fast path for even, complete gathers.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from cp_engine.algebra.index_set import Run
@@ -18,6 +17,7 @@ from cp_engine.algebra.transfer import Block, Transfer
 from cp_engine.exchange.channel import Channel, Pending
 from cp_engine.exchange.equal_chunks import Even, even
 from cp_engine.exchange.equal_chunks import start as start_even
+from cp_engine.exchange.target import Target
 
 Piece: TypeAlias = "tuple[str, _Box, tuple[int, ...], tuple[int, ...], int]"
 """A tensor's name, its box, and where that lies in a flat buffer: size, stride, offset."""
@@ -35,33 +35,6 @@ class _Box:
         if self.heads is not None:
             x = x[:, self.heads]
         return x if self.sequence is None else x[:, :, self.sequence]
-
-
-class Communicator(Protocol):
-    """Reaches the other ranks of a plan."""
-
-    def channel(self, group: tuple[int, ...]) -> Channel:
-        """The way to a group of plan ranks, ascending, of which this process is one."""
-
-    def agree(self, numbers: Sequence[int], device: torch.device) -> list[int]:
-        """Which numbers every rank of the plan names; ascending, of the first few of each. Every rank asks, whatever it names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a plan runs.
-
-    Args:
-        ranks: the plan's ranks that live in this process; all of them without a communicator.
-        device: device type, such as `cpu`.
-        communicator: reaches the other ranks.
-        heads: reaches the ranks that hold the other heads of the same queries, `Shape.head_ranks` in all; None where there are none.
-    """
-
-    ranks: tuple[int, ...]
-    device: str
-    communicator: Communicator | None
-    heads: Communicator | None = None
 
 
 @dataclass(frozen=True, slots=True)

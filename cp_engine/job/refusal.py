@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from cp_engine.algebra.mask import KINDS
+from cp_engine.algebra.mask_kinds import KINDS
 from cp_engine.config.compose import groups, options
 from cp_engine.config.shipped import RENAMED
 from cp_engine.errors import Problem, suggest

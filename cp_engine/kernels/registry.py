@@ -103,11 +103,10 @@ def _installed(path: tuple[str, ...]) -> Mapping[str, Kernel | SparseKernel]:
 
 
 def _faults(name: str, found: object, others: Mapping[str, Kernel | SparseKernel]) -> Iterator[tuple[str, str]]:
-    kernel = found if isinstance(found, Kernel | SparseKernel) and not isinstance(found, type) else None
-    if kernel is not None:
-        if kernel.name != name:
-            yield f"calls itself {kernel.name}", "a kernel has the name of its entry point"
-        elif name in {AUTO, *(k.name for k in (*KERNELS, *SPARSE_KERNELS))}:
+    if isinstance(found, Kernel | SparseKernel) and not isinstance(found, type):
+        if found.name != name:
+            yield f"calls itself {found.name}", "a kernel has the name of its entry point"
+        elif name in {AUTO, *(k.name for k in KERNELS), *(k.name for k in SPARSE_KERNELS)}:
             yield f"{name} is a kernel of the engine", "a name stands for one kernel"
         return
     has = [n for n in (*_members(Kernel), *_members(SparseKernel)) if hasattr(found, n)]

@@ -21,7 +21,7 @@ from cp_engine.plan.token_layout import TokenLayout
 
 if TYPE_CHECKING:
     from cp_engine.exchange.operation import Operation
-    from cp_engine.exchange.redistribute import Target
+    from cp_engine.exchange.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

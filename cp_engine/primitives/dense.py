@@ -12,7 +12,8 @@ from cp_engine.algebra.tiles import Tiling, in_fewer_calls, tiling_of_blocks
 from cp_engine.algebra.transfer import Numbers, Table, Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
-from cp_engine.exchange.redistribute import Target, sizes
+from cp_engine.exchange.redistribute import sizes
+from cp_engine.exchange.target import Target
 from cp_engine.kernels.registry import AUTO, Kernel, KernelRequest, choose, dense_kernels, dense_names, hardware
 from cp_engine.kernels.tiled import TiledAttention, kv_index
 from cp_engine.plan.facts import TRACED_RANKS, Fact

@@ -12,7 +12,7 @@ from cp_engine.algebra.tensors import counts, element_bytes, heads_per_head, row
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError, Faulty, require
 from cp_engine.exchange.operation import ExchangeOperation, Operation
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan import fields
 from cp_engine.plan.facts import Fact
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step

@@ -20,7 +20,7 @@ from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import Moving, Operation, Saved, Sketch, Sketches
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
 

@@ -18,7 +18,8 @@ from cp_engine.algebra.tensors import INDEX, counts, element_bytes, heads_per_he
 from cp_engine.algebra.transfer import Table, Transfer
 from cp_engine.errors import CoverageError
 from cp_engine.exchange.operation import Operation
-from cp_engine.exchange.redistribute import Redistribution, Target
+from cp_engine.exchange.redistribute import Redistribution
+from cp_engine.exchange.target import Target
 from cp_engine.plan.fields import axes
 from cp_engine.plan.ir import Cost, Plan, PlannedStep
 from cp_engine.plan.state import Refused, State

@@ -10,7 +10,7 @@ from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.layout import Layout, cut_by, image
 from cp_engine.algebra.tensors import heads_per_head
 from cp_engine.errors import CoverageError
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.kernels.registry import AUTO, choose, sparse_kernels, sparse_names
 from cp_engine.kernels.sparse.npu import SparseCall
 from cp_engine.kernels.sparse.table import SparseKernel

@@ -6,9 +6,10 @@ from math import inf
 
 import torch
 
-from cp_engine.algebra.mask import Mask, mask_of
+from cp_engine.algebra.mask import Mask
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CallError, ConfigError, Problem
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime import memory
 from cp_engine.runtime.call import Call, Carried, HostMask, of_scale

@@ -11,19 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine.algebra.mask import Mask
 from cp_engine.errors import CallError, Problem
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.process_group import GroupCommunicator
+from cp_engine.exchange.target import Target
+from cp_engine.exchange.watch import Begun
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime import connect as c10d
 from cp_engine.runtime import gradients
 from cp_engine.runtime.arguments import of_engine, of_length, wrong
 from cp_engine.runtime.attach import Site, attach, detach
 from cp_engine.runtime.call import Call, read
-from cp_engine.runtime.connect import GroupCommunicator, connect
+from cp_engine.runtime.connect import connect
 from cp_engine.runtime.known_modules import find
 from cp_engine.runtime.planned_attention import PlannedAttention
 from cp_engine.runtime.recompute import Memo, Result
 from cp_engine.runtime.shard import Unshard, take, unsharding
-from cp_engine.runtime.watch import Begun
 
 
 class ContextParallel:
@@ -270,8 +271,7 @@ class ContextParallel:
         if problems := wrong("model", model, nn.Module, "a module", "sum_gradients(model)"):
             raise self._error(*problems)
         communicator = self._communicator
-        problems = gradients.refusals(model, set(communicator.ranks) if communicator else {0}, self._summed)
-        passes = self._attention.passes
+        problems, passes = gradients.refusals(model, set(self.ranks or (0,)), self._summed), self._attention.passes
         if passes[1] == self._summed_at and not problems:
             what = f"no backward has gone through this engine{' since gradients were summed' if self._sums else ''}"
             problems.append(Problem(key="sum_gradients", what=what, details=(gradients.ONCE,)))

@@ -14,7 +14,7 @@ from cp_engine.runtime.attach import Binding
 from cp_engine.runtime.sparse_attention import TENSORS
 
 QKV = ("q", "k", "v")
-READ_QKV = "cp_engine.runtime.call:read_qkv"
+READ_QKV = "cp_engine.runtime.attention:read_qkv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Known:
 
 
 SITES = (
-    Known("cp_engine.runtime.call", "Attention", READ_QKV, QKV, "cp_engine.Attention"),
+    Known("cp_engine.runtime.attention", "Attention", READ_QKV, QKV, "cp_engine.Attention"),
     Known(
         "cp_engine.runtime.sparse_attention",
         "SparseAttention",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from cp_engine.algebra.tensors import parameter, size_of
 from cp_engine.exchange.channel import Pending
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime.program import Program
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cp_engine.algebra.mask import Mask
 from cp_engine.errors import CallError, Problem
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan
 from cp_engine.plan.prove import prove
 from cp_engine.runtime import compiled

@@ -10,7 +10,7 @@ from torch.autograd.function import FunctionCtx
 from cp_engine.errors import CallError, Problem, calling, is_foreign, named
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import ForeignOperation, Operation, Saved, Sketch, Sketches
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan, PlannedStep
 from cp_engine.runtime.recompute import Memo, Record, versions_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.exchange.operation import Saved
-from cp_engine.exchange.redistribute import Communicator
+from cp_engine.exchange.target import Communicator
 
 PART = 2**16
 """Words that are digested at a time: what a processor has near it."""

@@ -11,7 +11,7 @@ from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.exchange.in_flight import Values
 from cp_engine.exchange.operation import ExchangeOperation
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from cp_engine.algebra.layout import Mesh
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CallError, ConfigError, Problem
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Composition, Plan
 from cp_engine.plan.prove import prove
 from cp_engine.primitives.sparse import IndexerLoss, LightningIndexer, Sparse

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cp_engine.algebra.index_set import IndexSet, Run, whole
 from cp_engine.algebra.layout import Layout, Mesh, contiguous, cut, image, joined
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.job import explain
 from cp_engine.job.verify import reference

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet, Run, run, shares, whole
-from cp_engine.algebra.mask import KINDS, Mask, intersection, is_from_call, mask_of
+from cp_engine.algebra.mask import Mask, intersection
+from cp_engine.algebra.mask_kinds import KINDS, is_from_call, mask_of
 from cp_engine.config.compose import conf_dir
 from cp_engine.errors import ConfigError
 from cp_engine.job.verify import reference

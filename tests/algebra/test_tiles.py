@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 from cp_engine.algebra import tiles
 from cp_engine.algebra.index_set import IndexSet, Run, whole
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.tiles import Tile, Tiling, tiling
 from tests.helpers import index_sets, masks, sees
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.algebra.tiles import in_fewer_calls, tiling
 from cp_engine.errors import ConfigError, CPError, KernelError

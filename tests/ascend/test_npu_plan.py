@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job import explain
 from cp_engine.job.verify import attention
 from cp_engine.job.verify import attention_mode as verify_attention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet, Run
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.config.compose import compose
 from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import KernelError

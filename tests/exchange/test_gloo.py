@@ -203,7 +203,7 @@ def test_inputs_and_gradients_of_any_strides(ranks, preset, sequence):
 
 
 def doubled_exchange(cp: Mapping[str, object], shape: Shape) -> list[tuple[str, float]]:
-    from cp_engine.runtime.connect import GroupChannel
+    from cp_engine.exchange.process_group import GroupChannel
 
     names = ("all_to_all", "all_to_all_even", "all_gather", "shift")
     once = {name: getattr(GroupChannel, name) for name in names}

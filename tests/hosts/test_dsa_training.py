@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cp_engine.algebra.tensors import width
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import training_mode
 from cp_engine.job.verify.comparison import SELECTION_BOUND, compare
 from cp_engine.runtime import memory

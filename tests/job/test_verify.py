@@ -12,7 +12,7 @@ from itertools import combinations, count, product
 
 import pytest
 
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.config.composition import read
 from cp_engine.errors import LayoutError

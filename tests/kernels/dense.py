@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet, Run
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.tiles import Tile, tiling
 from cp_engine.kernels.cpu_flash import CPUFlash
 from cp_engine.kernels.registry import KERNELS, Kernel, KernelRequest

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cp_engine.errors import CPError, KernelError
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.kernels.cpu_flash import CPUFlash
 from cp_engine.kernels.registry import KERNELS, Hardware, KernelRequest, choose, hardware
 from cp_engine.runtime.program import Program

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_engine.algebra.tiles import Tile
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import reference
 from cp_engine.job.verify.attention import inputs
 from cp_engine.kernels.cuda_efficient import CUDAEfficient

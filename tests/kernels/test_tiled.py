@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cp_engine.algebra.index_set import Run, whole
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.tiles import Tile, Tiling, tiling
 from cp_engine.kernels.math import Math
 from cp_engine.kernels.registry import Kernel

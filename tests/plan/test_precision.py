@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify.attention import inputs_of
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime.program import Program

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from cp_engine.algebra.index_set import IndexSet, Run, whole
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CoverageError, CPError, LayoutError
 from cp_engine.exchange.channel import Pending
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
 from cp_engine.kernels.sparse import selected_keys, torch_ops

@@ -7,7 +7,7 @@ import torch
 
 import cp_engine
 from cp_engine.errors import CPError
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
 from cp_engine.kernels.sparse import selected_keys

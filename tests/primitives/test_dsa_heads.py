@@ -17,6 +17,7 @@ from cp_engine.config.compose import compose
 from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import CallError
 from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.process_group import GroupChannel, Traffic
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 from cp_engine.job.verify import attention as verify
 from cp_engine.job.verify import reference
@@ -25,7 +26,6 @@ from cp_engine.kernels.sparse.npu import NPUSparse, SparseCall
 from cp_engine.kernels.sparse.table import TorchSparse
 from cp_engine.primitives.sparse_operation import Beside, LearnOperation
 from cp_engine.runtime.call import Call
-from cp_engine.runtime.connect import GroupChannel, Traffic
 from cp_engine.runtime.context import ContextParallel
 from cp_engine.runtime.sparse_attention import SparseAttention
 from tests.ascend import test_npu_sparse as npu

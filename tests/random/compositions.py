@@ -11,7 +11,7 @@ from math import prod
 from random import Random
 from typing import Any, TypeVar
 
-from cp_engine.algebra.mask import KINDS, is_from_call
+from cp_engine.algebra.mask_kinds import KINDS, is_from_call
 from cp_engine.algebra.shape import Shape
 from cp_engine.config.composition import RECOMPUTE, plan_from_config
 from cp_engine.plan.fields import KIND, Choice, OfLayout, StepName

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CPError
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import reference
 from cp_engine.job.verify.attention import inputs_of
 from cp_engine.plan.cost import totals

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cp_engine.algebra.mask import KINDS
+from cp_engine.algebra.mask_kinds import KINDS
 from cp_engine.errors import CPError
 from cp_engine.primitives.table import LAYOUTS
 from tests.helpers import small

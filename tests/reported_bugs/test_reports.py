@@ -15,9 +15,10 @@ from torch import Tensor
 
 from cp_engine.algebra.index_set import IndexSet, union
 from cp_engine.algebra.layout import Mesh, contiguous
-from cp_engine.algebra.mask import Band, Mask, mask_of
+from cp_engine.algebra.mask import Band, Mask
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.config.composition import read
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job import explain
 from cp_engine.job.verify import reference
 from cp_engine.job.verify.attention import inputs_of

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from cp_engine import Attention
-from cp_engine.algebra.mask import Mask, mask_of
+from cp_engine.algebra.mask import Mask
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CallError, ConfigError
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 from cp_engine.job.verify import reference

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cp_engine import Attention
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CallError
 from cp_engine.job.verify import reference
 from cp_engine.runtime.context import ContextParallel

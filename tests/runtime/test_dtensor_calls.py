@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from cp_engine.errors import CallError
-from cp_engine.runtime.call import Attention
+from cp_engine.runtime.attention import Attention
 from cp_engine.runtime.context import ContextParallel
 from tests.gloo import World
 from tests.helpers import in_float64, plan_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import cp_engine
-from cp_engine.algebra.mask import mask_of
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CallError, ConfigError, CPError
 from cp_engine.runtime.context import ContextParallel
 from cp_engine.runtime.sparse_attention import SparseAttention

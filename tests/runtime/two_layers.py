@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_engine import Attention
-from cp_engine.algebra.mask import Band, Mask, mask_of
+from cp_engine.algebra.mask import Band, Mask
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.job.verify import reference
 from cp_engine.runtime.context import ContextParallel
 from tests.helpers import plan_of, small

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cp_engine.algebra.mask import Mask, intersection, mask_of
+from cp_engine.algebra.mask import Mask, intersection
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.errors import CallError, Problem
 
 Rows = tuple[Mask, ...]

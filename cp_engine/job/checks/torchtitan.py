@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from cp_engine.algebra.mask import is_from_call
+from cp_engine.algebra.mask_kinds import is_from_call
 from cp_engine.config.composition import degree_of, read
 from cp_engine.errors import Problem
 from cp_engine.hosts.torchtitan.text import sources

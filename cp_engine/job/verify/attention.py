@@ -10,7 +10,7 @@ from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.shape import Shape
 from cp_engine.algebra.tensors import ROWS, parameter, size_of
 from cp_engine.errors import ConfigError, Problem
-from cp_engine.exchange.redistribute import Target
+from cp_engine.exchange.target import Target
 from cp_engine.job.verify import reference
 from cp_engine.plan.ir import Plan
 from cp_engine.runtime.devices import of_tensors
