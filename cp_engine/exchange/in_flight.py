@@ -1,11 +1,11 @@
-"""Values: the tensors of a composition between two of its steps, some of them still on their way."""
+"""InFlight: the tensors of a composition between two of its steps, some of them still on their way."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 
-class Values(dict[str, list[Tensor]]):
+class InFlight(dict[str, list[Tensor]]):
     """tensor name -> one tensor [B, H, S, D] per local rank. What is on its way is waited for when it is first asked for."""
 
     def __init__(self, *given: Mapping[str, list[Tensor]]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cp_engine.algebra.tensors import row
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import calling, named
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.redistribute import Redistribution
 from cp_engine.exchange.target import Target
 
@@ -36,10 +36,10 @@ class Operation(Protocol):
     def outline(self, sketches: Sketches) -> list[Sketch]:
         """What `forward` does to sizes: replaces sketches, and returns those of what it saves, in the same order."""
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         """Replaces tensors in `values` and returns what backward needs."""
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         """Replaces gradients in `grads`, of its outputs by those of its inputs."""
 
 
@@ -73,13 +73,13 @@ class ExchangeOperation:
             ]
         return []
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         values.later(self._names, self._forward.start(values))
         if not self._forward.is_local:
             yield
         return ()
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         if self._backward is None:
             return ()
         for name in self._wide:  # sums over ranks are made in float32
@@ -100,11 +100,11 @@ class ForeignOperation:
         with named(self._key), calling(self._step, "lower().outline"):
             return self._operation.outline(sketches)
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         with named(self._key), calling(self._step, "lower().forward"):
             return (yield from self._operation.forward(values, scale))
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         with named(self._key), calling(self._step, "lower().backward"):
             return (yield from self._operation.backward(grads, saved, scale))
 

@@ -8,7 +8,7 @@ from cp_engine.errors import CoverageError
 from cp_engine.plan.state import Refused, State
 
 
-def together(state: State, tensors: Sequence[str], rule: str) -> None:
+def require_same_layout(state: State, tensors: Sequence[str], rule: str) -> None:
     """Several tensors are in one layout; raises Refused with the first rank where they are not.
 
     Args:

@@ -20,7 +20,7 @@ from cp_engine.plan.facts import TRACED_RANKS, Fact
 from cp_engine.plan.fields import axes, choice_of
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
 from cp_engine.plan.state import Refused, State
-from cp_engine.primitives.coverage import require_coverage, together
+from cp_engine.primitives.coverage import require_coverage, require_same_layout
 from cp_engine.primitives.dense_operation import AttendOperation, Level, LocalBlocks, TravellingBlocks
 
 
@@ -51,7 +51,7 @@ class Dense(Step):
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         q, k = state.layout("q"), state.layout("k")
-        together(state, ("k", "v"), "every key needs its value on the same rank")
+        require_same_layout(state, ("k", "v"), "every key needs its value on the same rank")
         self._require_key_heads(state, q, k)
         met = self._met(state, k)  # the keys that a rank's queries meet
         require_coverage(state, q, met, ("k", "v"), "every visible pair is computed exactly once")

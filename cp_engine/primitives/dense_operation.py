@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_engine.exchange.channel import Channel, Pending
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.operation import Moving, Saved, Sketch, Sketches
 from cp_engine.kernels.tiled import Backward, Forward, TiledAttention, sink_gradient
 
@@ -200,7 +200,7 @@ class AttendOperation:
         sketches["out"] = [Sketch((*a.size[:3], v[0].size[3]), a.dtype) for a in q]
         return [*q, *k, *v, *sketches["out"], *(Sketch(a.size[:3], wide) for a in q), *whole]
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         yield from ()  # nothing is in flight when it ends
         q, k, v = values.pop("q"), values.pop("k"), values.pop("v")
         runs = [Forward(a, x, v[0].shape[3], scale) for a, x in zip(self._ranks, q, strict=True)]
@@ -213,7 +213,7 @@ class AttendOperation:
         values["out"] = [out for out, _ in results]
         return (*q, *k, *v, *values["out"], *(lse for _, lse in results), *whole)
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         yield from ()
         n = len(self._ranks)
         q, k, v, out, lse = (saved[i * n : (i + 1) * n] for i in range(5))

@@ -18,7 +18,7 @@ from cp_engine.algebra.shape import BYTES
 from cp_engine.algebra.tensors import counts
 from cp_engine.algebra.transfer import Transfer
 from cp_engine.errors import CoverageError
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.operation import Moving, Operation, Saved, Sketch, Sketches
 from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Cost, Plan, PlannedStep, Step
@@ -107,7 +107,7 @@ class ExpandOperation:
                 sketches[name].append(Sketch((b, heads.count, s, width), latent.dtype))
         return [*latents, *weights]
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         yield from ()  # nothing is in flight when it ends
         latents, ropes, weights = values.pop("kv_latent"), values.pop("k_rope"), values.pop("kv_up")
         ks: list[Tensor] = []
@@ -126,7 +126,7 @@ class ExpandOperation:
         values["k"], values["v"] = ks, vs
         return (*latents, *weights)
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         yield from ()
         n = len(self._heads)
         found: dict[str, list[Tensor]] = {"kv_latent": [], "k_rope": [], "kv_up": []}

@@ -23,7 +23,7 @@ from cp_engine.exchange.target import Target
 from cp_engine.plan.fields import axes
 from cp_engine.plan.ir import Cost, Plan, PlannedStep
 from cp_engine.plan.state import Refused, State
-from cp_engine.primitives.coverage import require_coverage, together
+from cp_engine.primitives.coverage import require_coverage, require_same_layout
 from cp_engine.primitives.sparse_operation import Beside, LearnOperation, SelectOperation, SparseOperation
 from cp_engine.primitives.sparse_rules import (
     SparseStep,
@@ -49,7 +49,7 @@ class LightningIndexer(SparseStep):
 
     def infer(self, state: State) -> tuple[State, tuple[Transfer, ...]]:
         q, k = state.layout("q_index"), state.layout("k_index")
-        together(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        require_same_layout(state, ("q_index", "w_index"), "a score needs a query and its weights")
         require_key(state, "q_index", "k_index")
         require_coverage(state, q, k, ("k_index",), "a key that the indexer does not see cannot be selected")
         return replace(state, layouts={**state.layouts, "topk": q}), ()
@@ -91,7 +91,9 @@ class Sparse(SparseStep):
                 tries=("+attention@cp.steps.{free}=lightning_indexer 'cp.order=[{with}]'",),
             )
         q, latent, _, topk = (state.layout(t) for t in self.uses)
-        together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
+        require_same_layout(
+            state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token"
+        )
         require_key(state, "q", "kv_latent")
         require_selection(state, q, topk)
         require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")
@@ -135,9 +137,11 @@ class IndexerLoss(SparseStep):
                 "no sparse attention before it", rule="the indexer learns from the attention to the keys it selected"
             )
         q, q_index, k_index, latent, topk = (state.layout(t) for t in ("q", "q_index", "k_index", "kv_latent", "topk"))
-        together(state, ("q_index", "w_index"), "a score needs a query and its weights")
-        together(state, ("q", "lse"), "the attention of a query is made again from its lse")
-        together(state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token")
+        require_same_layout(state, ("q_index", "w_index"), "a score needs a query and its weights")
+        require_same_layout(state, ("q", "lse"), "the attention of a query is made again from its lse")
+        require_same_layout(
+            state, ("kv_latent", "k_rope"), "a key is made of the latent and the rotary key of one token"
+        )
         require_key(state, "q_index", "k_index")
         require_key(state, "q", "kv_latent")
         require_coverage(state, q, latent, ("kv_latent", "k_rope"), "a key that can be selected is on the query's rank")

@@ -8,7 +8,7 @@ from torch import Tensor
 from cp_engine.algebra.index_set import IndexSet
 from cp_engine.algebra.tensors import INDEX
 from cp_engine.exchange.channel import Channel
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.operation import Moving, Saved, Sketch, Sketches
 from cp_engine.exchange.redistribute import Redistribution
 from cp_engine.kernels.operands import without_autocast
@@ -34,7 +34,7 @@ class SelectOperation:
         sketches["topk"] = [Sketch((*q.size[:3], self._count), torch.int32) for q in sketches["q_index"]]
         return [] if self._is_learned else [s for name in INDEX for s in sketches[name]]
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         yield from ()
         given = _index(values)
         with without_autocast(given[0].q):
@@ -43,7 +43,7 @@ class SelectOperation:
             ]
         return () if self._is_learned else _flat(given)
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         yield from ()
         n = len(self._sights)
         for i, name in enumerate(() if self._is_learned else INDEX):
@@ -69,7 +69,7 @@ class SparseOperation:
         sketches["lse"] = [Sketch(a.size[:3], torch_ops.wide_of(a.dtype)) for a in q]
         return [s for part in (*given, sketches["out"], sketches["lse"]) for s in part]
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         yield from ()
         given = _given(values)
         with without_autocast(given[0].q):
@@ -77,7 +77,7 @@ class SparseOperation:
         values["out"], values["lse"] = [out for out, _ in results], [lse for _, lse in results]
         return (*_flat(given), *values["out"], *values["lse"])
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         yield from ()
         n = len(self._sights)
         parts = [saved[i * n : (i + 1) * n] for i in range(6)]
@@ -152,7 +152,7 @@ class LearnOperation:
         dtypes = {"k_index": wide}
         return [Sketch(s.size, dtypes.get(name, s.dtype)) for name in INDEX for s in sketches[name]]
 
-    def forward(self, values: Values, scale: float) -> Moving:
+    def forward(self, values: InFlight, scale: float) -> Moving:
         yield from ()
         given, index = _given(values), _index(values)
         with without_autocast(given[0].q):
@@ -183,7 +183,7 @@ class LearnOperation:
             sources = [beside.total(x) if isinstance(x, Tensor) else x for x in sources]
         return [self._kernel.learn(*x) for x in zip(index, topk, self._indexer, sources, strict=True)]
 
-    def backward(self, grads: Values, saved: Saved, scale: float) -> Moving:
+    def backward(self, grads: InFlight, saved: Saved, scale: float) -> Moving:
         yield from ()
         n, upstream = len(self._indexer), grads.pop("indexer_loss")
         for i, name in enumerate(INDEX):
@@ -192,12 +192,12 @@ class LearnOperation:
         return ()
 
 
-def _index(values: Values) -> list[torch_ops.Index]:
+def _index(values: InFlight) -> list[torch_ops.Index]:
     q, k, w = (values[name] for name in INDEX)
     return [torch_ops.Index(*x) for x in zip(q, k, w, strict=True)]
 
 
-def _given(values: Values) -> list[torch_ops.Given]:
+def _given(values: InFlight) -> list[torch_ops.Given]:
     q, latent, rope, topk = (values[name] for name in ("q", "kv_latent", "k_rope", "topk"))
     return [torch_ops.Given(*x) for x in zip(q, latent, rope, topk, strict=True)]
 

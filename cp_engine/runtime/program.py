@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from cp_engine.errors import CallError, Problem, calling, is_foreign, named
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.operation import ForeignOperation, Operation, Saved, Sketch, Sketches
 from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan, PlannedStep
@@ -84,7 +84,7 @@ class Program:
     # -------------------------------------------------------------- passes, without autograd
     def made(self, name: str, inputs: Mapping[str, Sequence[Tensor]], scale: float) -> list[Tensor]:
         """A tensor that a step makes on the way, as that step leaves it, for those who check it."""
-        values = Values({n: [x.detach() for x in xs] for n, xs in inputs.items()})
+        values = InFlight({n: [x.detach() for x in xs] for n, xs in inputs.items()})
         for operation in self.operations:
             for _ in operation.forward(values, scale):
                 pass
@@ -121,7 +121,7 @@ class Program:
         """Runs every operation, head group by head group."""
         self.forwards += 1
         if self._groups == 1:  # nothing to overlap with: the fewest calls
-            values = Values(values)
+            values = InFlight(values)
             saved = _ended(self._forward_chain(values, scale))
             outs = tuple(x for name in self.outputs for x in values[name])
             return Record(outs, tuple(x for part in saved for x in part), tuple(map(len, saved)))
@@ -140,14 +140,14 @@ class Program:
         self.backwards += 1
         if self._groups == 1:
             each = len(self.target.ranks)
-            grads = Values({name: list(douts[i * each : (i + 1) * each]) for i, name in enumerate(self.outputs)})
+            grads = InFlight({name: list(douts[i * each : (i + 1) * each]) for i, name in enumerate(self.outputs)})
             _ended(self._backward_chain(grads, saved, sizes, scale))
             return grads
         n, chains, parts = len(self.operations), [], []
         for i in range(self._groups):
             here = list(sizes[i * n : (i + 1) * n])
             first = sum(sizes[: i * n])
-            parts.append(Values({"out": [_cut(x, i, self._groups, 1) for x in douts]}))
+            parts.append(InFlight({"out": [_cut(x, i, self._groups, 1) for x in douts]}))
             chains.append(self._backward_chain(parts[-1], saved[first : first + sum(here)], here, scale))
         interleaved(chains)
         ranks = range(len(self.target.ranks))
@@ -156,11 +156,11 @@ class Program:
             for name in self.inputs
         }
 
-    def _part(self, values: Mapping[str, list[Tensor]], group: int) -> Values:
+    def _part(self, values: Mapping[str, list[Tensor]], group: int) -> InFlight:
         dims = {name: 0 if name in self._parameters else 1 for name in values}
-        return Values({n: [_cut(x, group, self._groups, dims[n]) for x in xs] for n, xs in values.items()})
+        return InFlight({n: [_cut(x, group, self._groups, dims[n]) for x in xs] for n, xs in values.items()})
 
-    def _forward_chain(self, values: Values, scale: float) -> Generator[None, None, list[Saved]]:
+    def _forward_chain(self, values: InFlight, scale: float) -> Generator[None, None, list[Saved]]:
         saved = []
         for operation in self.operations:
             saved.append((yield from operation.forward(values, scale)))
@@ -168,7 +168,7 @@ class Program:
         return saved
 
     def _backward_chain(
-        self, grads: Values, saved: Saved, sizes: Sequence[int], scale: float
+        self, grads: InFlight, saved: Saved, sizes: Sequence[int], scale: float
     ) -> Generator[None, None, list[Saved]]:
         end = len(saved)
         for operation, size in zip(reversed(self.operations), reversed(sizes), strict=True):

@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 from cp_engine.algebra.index_set import IndexSet, whole
 from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.transfer import Transfer
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.operation import ExchangeOperation
 from cp_engine.exchange.target import Target
 from cp_engine.plan.ir import Plan
@@ -21,13 +21,13 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, operation: ExchangeOperation) -> Tensor:
         ctx.operation, ctx.dtype = operation, x.dtype  # type: ignore[attr-defined]
-        values = Values({"x": [x]})
+        values = InFlight({"x": [x]})
         deque(operation.forward(values, 1.0), maxlen=0)  # nothing else computes meanwhile
         return values["x"][0]
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grads = Values({"x": [grad]})
+        grads = InFlight({"x": [grad]})
         deque(ctx.operation.backward(grads, (), 1.0), maxlen=0)  # type: ignore[attr-defined]
         return grads["x"][0].to(ctx.dtype), None  # type: ignore[attr-defined]
 

@@ -16,7 +16,7 @@ from cp_engine.algebra.tensors import INDEX
 from cp_engine.config.compose import compose
 from cp_engine.config.composition import plan_from_config
 from cp_engine.errors import CallError
-from cp_engine.exchange.in_flight import Values
+from cp_engine.exchange.in_flight import InFlight
 from cp_engine.exchange.process_group import GroupChannel, Traffic
 from cp_engine.hosts.torchtitan.cpu_shims import cpu_shims
 from cp_engine.job.verify import attention as verify
@@ -110,7 +110,7 @@ def by_npu() -> dict[str, float]:
     topk = right["topk"]
     topk = torch.cat((topk, topk.new_full((*topk.shape[:3], npu.TAKEN - npu.SELECTED), -1)), 3)
     heads = slice(16 * part, 16 * part + 16)
-    values = Values({"q": [given.q[:, heads]], "kv_latent": [given.latent], "k_rope": [given.rope], "topk": [topk]})
+    values = InFlight({"q": [given.q[:, heads]], "kv_latent": [given.latent], "k_rope": [given.rope], "topk": [topk]})
     for name, x in zip(INDEX, given.index, strict=True):
         values[name] = [x]
     values["lse"] = [right["lse"][:, heads].float()]

@@ -1,4 +1,4 @@
-"""Picked: the keys that some queries selected, as columns of all visible keys or copied side by side, with the products of attention."""
+"""The keys that some queries selected, as columns of all visible keys or copied side by side, with the products of attention."""
 
 from collections.abc import Iterable, Iterator
 
@@ -18,7 +18,7 @@ SPARSE_FROM = 4
 take less time: a matrix product of many rows costs a fraction per element of one with as many rows as there are heads."""
 
 
-class Picked:
+class SelectedKeys:
     """The selected keys of a chunk of queries, either as columns of all visible keys or copied side by side.
 
     Args:
@@ -80,7 +80,7 @@ class Picked:
         return x.new_zeros((x.shape[0], width + 1)).scatter_(1, self._columns, x)[:, :width]
 
 
-def picked(topk: Tensor, sight: Sight, width: int) -> Iterator[tuple[int, Chunk, Picked]]:
+def picked(topk: Tensor, sight: Sight, width: int) -> Iterator[tuple[int, Chunk, SelectedKeys]]:
     """Chunk by chunk of each sequence: its place in the batch, the queries, their selected keys.
 
     Args:
@@ -92,7 +92,7 @@ def picked(topk: Tensor, sight: Sight, width: int) -> Iterator[tuple[int, Chunk,
     rows = max(1, min(SELECTING_ROWS, GATHERED_ELEMENTS // max(1, count * width)))
     for chunk in seen_by(topk, sight.chunks(SELECTING_ROWS, rows, SPARSE_FROM * count)):
         for b in range(topk.shape[0]):
-            yield b, chunk, Picked(local[b, 0, chunk.rows], chunk)
+            yield b, chunk, SelectedKeys(local[b, 0, chunk.rows], chunk)
 
 
 def seen_by(x: Tensor, chunks: Iterable[Chunk]) -> Iterable[Chunk]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cp_engine.kernels.sparse.selected_keys import SELECTING_ROWS, Picked, picked, product, seen_by, wide, wide_of
+from cp_engine.kernels.sparse.selected_keys import SELECTING_ROWS, SelectedKeys, picked, product, seen_by, wide, wide_of
 from cp_engine.kernels.sparse.visibility import Chunk, Sight
 
 
@@ -165,7 +165,7 @@ class Attended:
         """
         return Attended(together(self.q), self.keys, together(self.lse), self.scale)
 
-    def share(self, b: int, chunk: Chunk, keys: Picked) -> Tensor:
+    def share(self, b: int, chunk: Chunk, keys: SelectedKeys) -> Tensor:
         """[c, n], of a chunk of queries."""
         q, k = _rows(self.q[b], chunk), keys.of(self.keys[b])
         return _weights(keys, q, k, self.lse[b, :, chunk.rows], self.scale).sum(1)
@@ -216,7 +216,7 @@ def learn(index: Index, topk: Tensor, sight: Sight, source: Attended | Tensor) -
     return loss, grads._replace(k=sight.as_given(grads.k, 2))
 
 
-def _weights(keys: Picked, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+def _weights(keys: SelectedKeys, q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
     """The attention weights [c, H, n] again, from lse [H, c]."""
     scores = keys.scores(q, k).mul_(scale).masked_fill_(~keys.is_there.unsqueeze(1), -torch.inf)
     return scores.sub_(lse.T.nan_to_num(neginf=0.0).unsqueeze(2)).exp_()
