@@ -37,6 +37,7 @@ def test_run_of_one_position_has_step_one() -> None:
     assert run(5, 1, 4) == Run(5, 1, 1)
 
 
+@pytest.mark.quick
 @given(index_sets())
 def test_offsets_and_count_are_local_indices(s: IndexSet) -> None:
     positions = list(s)

@@ -57,6 +57,7 @@ TABLES: list[tuple[TokenLayout, Mesh, int, list[list[int]]]] = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("order", "mesh", "size", "positions"), TABLES)
 def test_positions_as_written_by_hand(order: TokenLayout, mesh: Mesh, size: int, positions: list[list[int]]) -> None:
     assert [list(s) for s in order.spread(mesh, size, mask_of("causal", size))] == positions
@@ -155,6 +156,7 @@ def test_joined_of_the_same_positions_is_refused() -> None:
 
 
 # ------------------------------------------------------------------ heads
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("heads", "size", "group", "kv"),
     [

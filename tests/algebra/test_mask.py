@@ -177,6 +177,7 @@ SAME_BANDS: list[tuple[Config, Config]] = [
 ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("a", "b"), SAME_BANDS)
 def test_other_words_for_a_mask_give_its_bands(a: Config, b: Config) -> None:
     assert torch.equal(dense(a, 12), dense(b, 12))
@@ -184,6 +185,7 @@ def test_other_words_for_a_mask_give_its_bands(a: Config, b: Config) -> None:
     assert mask_of(a, 12).same_as(mask_of(b, 12))
 
 
+@pytest.mark.quick
 def test_masks_of_other_sizes_or_with_as_many_other_pairs_differ() -> None:
     assert not mask_of("causal", 12).same_as(mask_of("causal", 13))
     left, right = ({"kind": "window", "left": a, "right": b} for a, b in ((2, 1), (1, 2)))

@@ -105,6 +105,7 @@ def test_no_queries_or_no_keys_need_no_call(queries: IndexSet, keys: IndexSet) -
     assert tiling(queries, keys, mask_of("causal", SIZE)).tiles == ()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("queries", "keys", "calls"),
     [

@@ -388,6 +388,7 @@ def refused(name: str, call: Call) -> str:
     return str(caught.value)
 
 
+@pytest.mark.quick
 def test_known_traps_of_dense_attention_are_refused() -> None:
     call, gradient = fused(), fused_gradient()
     assert "the mode is ignored and attention is full" in refused("npu_fusion_attention", {**call, "atten_mask": None})

@@ -58,6 +58,7 @@ def occurs(name: str, word: str) -> bool:
     return name in map(str.lower, words)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_source_names_no_strategy(path: Path) -> None:
     source = path.read_text()
@@ -208,6 +209,7 @@ steps:
 """
 
 
+@pytest.mark.quick
 def test_own_composition_is_found_and_right(tmp_path: Path) -> None:
     (tmp_path / "cp").mkdir()
     (tmp_path / "cp" / "own.yaml").write_text(OWN)
@@ -305,6 +307,7 @@ def test_undo_replaced_by_the_exchange_that_it_is_costs_the_same() -> None:
     assert_equals_reference(plan, CAUSAL)
 
 
+@pytest.mark.quick
 def test_added_step_adds_its_bytes() -> None:
     plan = plan_of(
         "allgather_kv",

@@ -114,7 +114,9 @@ def named_axes(cp: Mapping[str, object], shape: Shape, names: tuple[str, str]) -
     engine.close()
 
 
-@pytest.mark.parametrize("preset", ["usp", "double_ring", "allgather_in_ulysses"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("usp", marks=pytest.mark.quick), "double_ring", "allgather_in_ulysses"]
+)
 def test_preset_of_two_axes_takes_a_mesh_with_their_names(four, preset):
     shape = Shape(batch=1, sequence=31, heads=4, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float64")
     cp = varied(preset, 4)

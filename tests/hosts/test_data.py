@@ -39,6 +39,7 @@ def test_check_accepts_the_built_in_text() -> None:
     assert problems(None) == []
 
 
+@pytest.mark.quick
 def test_rows_are_one_stream_cut_with_an_overlap_of_one(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, [{"text": "abc"}, {"text": ""}], [{"text": "é" * 20}])
     stream = [token for text in ("abc", "", "é" * 20) for token in encode(text)] * 3

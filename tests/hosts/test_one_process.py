@@ -97,6 +97,7 @@ def test_bfloat16_trains(tmp_path: Path, one_rank: None) -> None:
     assert all(0 < loss < 20 for loss in losses(tmp_path))
 
 
+@pytest.mark.quick
 def test_job_config_takes_nested_sections_and_refuses_unknown_keys() -> None:
     with cpu_shims():
         from cp_engine.hosts.torchtitan.host import job_config

@@ -146,6 +146,7 @@ def test_varlen_metadata_is_causal_documents(titan: ModuleType, size: int, one_i
     assert_shows(masks, and_masks(titan.get_causal_mask_mod(), titan.get_document_mask_mod(tokens, EOS)))
 
 
+@pytest.mark.quick
 def test_rows_with_the_same_documents_share_a_mask(titan: ModuleType) -> None:
     tokens = text(1, 40).repeat(3, 1)
     tokens[1, 10] = EOS

@@ -66,6 +66,7 @@ def test_command_is_planned(command: Callable[..., Result], arguments: list[str]
     assert not list(Path().iterdir()), "an explanation leaves no folder"
 
 
+@pytest.mark.quick
 def test_verify_passes_and_leaves_no_folder(command: Callable[..., Result]) -> None:
     result = command(
         "mode=verify", "cp=ulysses", "cp.degree=3", "shape.sequence=31", "shape.heads=6", "shape.kv_heads=3"
@@ -106,6 +107,7 @@ def test_composed_configuration_is_shown(command: Callable[..., Result], what: s
     assert {"job": "to_heads:", "hydra": "sweep:"}[what] in result.out
 
 
+@pytest.mark.quick
 def test_explain_as_json_is_only_json(command: Callable[..., Result]) -> None:
     assert json.loads(command("mode=explain", "explain.format=json").out)
 
@@ -208,6 +210,7 @@ def test_a_command_leaves_the_root_logger_as_it_was(command: Callable[..., Resul
         assert (root.handlers, list(root.handlers), root.level) == before
 
 
+@pytest.mark.quick
 def test_invalid_yaml_is_refused_with_its_file(command: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "user" / "cp").mkdir(parents=True)
     (tmp_path / "user" / "cp" / "mine.yaml").write_text("mesh: {cp: ")

@@ -63,6 +63,7 @@ def test_table_of_config_modules_equals_installed_ones() -> None:
     assert set(shipped) - set(tables.MODULES) == {"torchtitan_npu.config.custom_config"}
 
 
+@pytest.mark.quick
 def test_defaults_are_accepted(default: Config) -> None:
     job.check(default)
     assert degrees.world_size(default) == 2
@@ -135,6 +136,7 @@ def test_flavor_whose_calls_bring_documents_is_accepted_with_masks_from_calls(ch
     assert found["mask.left"].tries == ("mask.left=null",) and found["mask.causal"].tries == ("mask.causal=true",)
 
 
+@pytest.mark.quick
 def test_all_problems_are_reported_together(changed: Callable[..., Config]) -> None:
     found = refused(changed(titan__training__stepz=3, launch__npoc=2, titan__optimizer__lr="high"))
     assert set(found) == {"titan.training.stepz", "launch.npoc", "titan.optimizer.lr"}

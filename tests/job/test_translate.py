@@ -178,6 +178,7 @@ def test_any_name_of_a_file_is_read(command: Command, tmp_path: Path, name: str)
     assert quoted.out == shown.out
 
 
+@pytest.mark.quick
 def test_translation_is_printed_or_written_and_the_report_names_every_key(command: Command, tmp_path: Path) -> None:
     file = OWN / "native.toml"
     printed = command("mode=translate", f"toml={file}")

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -34,6 +35,7 @@ def of_text(tmp_path: Path, text: str, **asked: object) -> Translation:
     return translated(path, **asked)
 
 
+@cache
 def refusal(path: Path, degree: int | None = None) -> ConfigError | None:
     try:
         translated(path, degree)

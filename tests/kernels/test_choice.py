@@ -29,6 +29,7 @@ A10 = Hardware(capability=(8, 6), cudnn_version=91501)
 V100 = Hardware(capability=(7, 0), cudnn_version=91501)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "dtype", "dims", "there", "chosen"),
     [

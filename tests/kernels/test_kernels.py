@@ -43,6 +43,7 @@ def test_kernel_equals_dense_for_every_tile(kernel: Kernel, dtype: torch.dtype, 
     assert_matches(found, dense(*tensors, seen_in(tile)), BOUNDS[dtype])
 
 
+@pytest.mark.quick
 @every_kernel
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 3), (8, 2)])
 def test_kernel_equals_dense_for_grouped_heads(kernel: Kernel, heads: int, kv_heads: int) -> None:
@@ -131,6 +132,7 @@ def test_kernel_survives_large_scores(kernel: Kernel) -> None:
     assert_matches(run_kernel(kernel, tensors, causal(17)), dense(*tensors, seen_in(causal(17))), 1e-9)
 
 
+@pytest.mark.quick
 @every_kernel
 def test_causal_is_aligned_top_left(kernel: Kernel) -> None:
     q, k, v, _ = random_qkv(6, 6)

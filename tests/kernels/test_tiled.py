@@ -44,6 +44,7 @@ def test_merged_tiles_equal_dense(
     assert_matches(found, dense(*tensors, visible_pairs(held, there, mask)), 1e-13 if size == 1.0 else 1e-9)
 
 
+@pytest.mark.quick
 def test_merge_equals_softmax_over_both_parts() -> None:
     q, k, v, dout = random_qkv(7, 12)
     parts = [

@@ -42,6 +42,7 @@ def test_needed_keys_of_causal_zigzag_are_a_quarter_less_than_all(ranks: int, ch
     assert [4 * n for n in needed] == [3 * n for n in everything]
 
 
+@pytest.mark.quick
 def test_needed_keys_of_each_rank_by_hand() -> None:
     # 4 ranks, chunks of 2 tokens: rank r holds chunks r and 7 - r, and needs the 8 - r first ones, 2 of which are its own
     plan = plan_of("needed_kv", degree=4)
@@ -73,6 +74,7 @@ def test_documents_that_end_on_rank_borders_move_nothing() -> None:
 
 
 # ------------------------------------------------------------------ rings
+@pytest.mark.quick
 def test_ring_sends_its_keys_round_and_their_gradients_after_them() -> None:
     block = 4 * 2 * TOKEN  # k and v of 4 tokens
     found = cost("ring")

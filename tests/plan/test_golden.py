@@ -59,6 +59,7 @@ def golden(preset: str) -> str:
     return "\n\n".join(explain.text(plan) for plan in plans(preset)) + "\n"
 
 
+@pytest.mark.quick
 @every_preset
 def test_text_reads_as_reviewed(preset: str) -> None:
     assert golden(preset) == (FOLDER / f"{preset}.txt").read_text()

@@ -109,6 +109,7 @@ def test_composition_is_refused_with_its_kind_and_every_key(path: Path) -> None:
     assert [p.key for p in error.problems] == case.keys
 
 
+@pytest.mark.quick
 @every_file
 def test_error_reads_as_reviewed(path: Path) -> None:
     assert f"{read(path).error()}\n" == path.with_suffix(".txt").read_text()

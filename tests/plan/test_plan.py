@@ -97,6 +97,7 @@ def test_ranks_send_what_the_plan_says(
 
 
 # ------------------------------------------------------------------ sinks and head groups
+@pytest.mark.quick
 @pytest.mark.parametrize("preset", PRESETS)
 def test_sinks_equal_reference_and_their_gradient_is_the_sum_of_the_ranks_shares(preset: str) -> None:
     for plan in on_all_meshes(preset, 1 if preset == "none" else 4, "cp.steps.attend.sinks=true"):
@@ -194,6 +195,7 @@ def test_positions_of_another_group_are_refused() -> None:
         proved(claim)
 
 
+@pytest.mark.quick
 def test_piece_that_two_ranks_hold_is_refused() -> None:
     everything = AllGather(name="all", tensors=("k", "v"), axes=("a", "b"))
     claim = Any(name="claim", tensors=("k",), axes=("a",), wanted=((0, 1),) * 4)
@@ -201,6 +203,7 @@ def test_piece_that_two_ranks_hold_is_refused() -> None:
         proved(everything, claim)
 
 
+@pytest.mark.quick
 def test_keys_that_are_left_out_are_refused() -> None:
     axes, everything = ("a", "b"), tuple(range(8))
     claim = Any(

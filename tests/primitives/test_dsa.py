@@ -112,6 +112,7 @@ def test_ranks_send_what_the_plan_says(preset: str) -> None:
             executed(plan_of(preset, degree=degree, shape=call(sequence=sequence, batch=2, topk=5, dtype="float32")))
 
 
+@pytest.mark.quick
 def test_a_token_travels_as_704_elements() -> None:
     """Key of the indexer 128, latent 512 once, rotary key 64; gathering the latent as key and again as value takes 1,216."""
     plan = plan_of("dsa", degree=8, shape=PUBLIC)

@@ -44,6 +44,7 @@ def test_ranks_without_a_query_head_may_hold_any_part_of_the_latent(heads: int, 
     assert [r for r in rows if not r.is_good] == []
 
 
+@pytest.mark.quick
 def test_query_heads_without_the_latent_are_refused():
     cp = composition(
         2, cut={**HEADS, "tensors": ["kv_latent", "k_rope"]}, expand={"kind": "expand"}, attend={"kind": "dense"}

@@ -82,6 +82,7 @@ def refusal(config_dir: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.quick
 def test_faultless_layout_of_a_package_is_taken(install: Install) -> None:
     folder = install(ORDER.format(body="return contiguous(held, ranks)"))
     assert (

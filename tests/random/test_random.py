@@ -173,6 +173,7 @@ ESCAPES: list[tuple[str, Case, str]] = [
 """(what was wrong, the smallest case that showed it, what has to come of it)."""
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("escaped", "wanted"), [e[1:] for e in ESCAPES], ids=[e[0] for e in ESCAPES])
 def test_what_escaped_once_is_right_or_refused(escaped: Case, wanted: str) -> None:
     assert outcome(escaped, by_threads=True) == wanted

@@ -108,6 +108,7 @@ def test_heads_that_do_not_divide_are_a_partition_and_equal_reference(heads: int
     assert_equals_reference(plan, CAUSAL)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("heads_of_a_tensor_parallel_rank", [4, 2])
 def test_latent_gives_what_expanded_keys_give_and_sends_less(heads_of_a_tensor_parallel_rank: int) -> None:
     heads = heads_of_a_tensor_parallel_rank
@@ -242,6 +243,7 @@ def test_planned_peak_promises_no_saving_where_there_is_none() -> None:
 
 
 # ------------------------------------------------------------------ the table
+@pytest.mark.quick
 def test_every_test_that_the_table_names_exists() -> None:
     text = (ROOT / "docs" / "reports.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text))

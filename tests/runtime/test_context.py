@@ -9,6 +9,7 @@ from cp_engine.errors import CallError
 from tests.runtime.two_layers import PLAIN, Model, assert_same, engine, expected, qkv, results, sees, tokens
 
 
+@pytest.mark.quick
 def test_attention_goes_through_the_plan_inside_and_nowhere_else() -> None:
     model, cp = Model(), engine(1)
     assert sees(model, PLAIN)
@@ -50,6 +51,7 @@ def test_error_while_entering_attaches_nothing() -> None:
     assert sees(model, PLAIN)
 
 
+@pytest.mark.quick
 def test_nested_contexts_the_innermost_counts() -> None:
     model, outer, inner = Model(), engine(1), engine(3)
     with outer.context(model):

@@ -9,6 +9,7 @@ from cp_engine.errors import CallError
 from tests.runtime.two_layers import PLAIN, Model, assert_same, engine, expected, results, tokens
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("place", ["inside", "after"])
 def test_backward_repeats_the_plan_of_its_forward(mode: str, place: str) -> None:

@@ -96,6 +96,7 @@ def test_full_mask_needs_a_call_that_is_not_causal() -> None:
             attention(*qkv())
 
 
+@pytest.mark.quick
 def test_scale_of_the_call_is_used() -> None:
     attention, cp = Attention(), engine(PLAIN)
     generator = torch.Generator().manual_seed(3)

@@ -58,6 +58,7 @@ def test_copy_of_an_attached_model_is_unattached_and_independent(when: str) -> N
         assert sees(model, 1) and sees(copy, PLAIN)
 
 
+@pytest.mark.quick
 def test_copy_of_one_attention_module_is_unattached() -> None:
     model = Model()
     with engine(1).context(model):

@@ -29,6 +29,7 @@ from tests.runtime.two_layers import (
 )
 
 
+@pytest.mark.quick
 def test_compile_of_one_rank_needs_no_process_group() -> None:
     cp = cp_engine.compile("none", mesh=None, sequence=SEQUENCE, heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float64)
     model = Model()
@@ -60,6 +61,7 @@ def test_shard_of_another_length_is_refused_for_each_tensor() -> None:
     assert "5 positions" in str(caught.value) and f"is for {SEQUENCE}" in str(caught.value)
 
 
+@pytest.mark.quick
 def test_gradients_are_summed_once_for_each_step() -> None:
     model, cp = Model(), engine(1)
     for _ in range(2):
