@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_engine.algebra import mask, tiles
+from cp_engine.algebra import band, mask, mask_kinds, tiles
 from cp_engine.algebra.index_set import IndexSet, Run, whole
 from cp_engine.algebra.layout import Layout
 from cp_engine.algebra.transfer import Block, Table, Transfer
@@ -146,10 +146,10 @@ def test_verify_reports_a_wrong_merge(merge: Callable[..., None], wrong: set[str
 
 @pytest.mark.parametrize("low", [1, -1])
 def test_verify_reports_a_mask_that_is_off_by_one(low: int, monkeypatch: patch) -> None:
-    def shifted(size: int, fields: Mapping[str, object]) -> list[mask.Band]:
-        return [mask.Band(q0=0, q1=size, k0=0, k1=size, low=low, high=size)]
+    def shifted(size: int, fields: Mapping[str, object]) -> list[band.Band]:
+        return [band.Band(q0=0, q1=size, k0=0, k1=size, low=low, high=size)]
 
-    monkeypatch.setitem(mask.KINDS, "causal", (shifted, (), ()))
+    monkeypatch.setitem(mask_kinds.KINDS, "causal", (shifted, (), ()))
     assert {"out", "dq", "dk", "dv"} <= wrong_rows(four_ranks("ulysses"))
 
 

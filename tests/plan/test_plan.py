@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from cp_engine.algebra import mask
 from cp_engine.algebra.index_set import IndexSet, Run
 from cp_engine.algebra.layout import Layout, Mesh
+from cp_engine.algebra.mask_kinds import mask_of
 from cp_engine.algebra.shape import Shape
 from cp_engine.errors import CoverageError, LayoutError
 from cp_engine.plan.cost import totals
@@ -179,7 +179,7 @@ def proved(*steps: AllGather, mesh: Mesh = MESH, mask_kind: str = "causal") -> P
     composition = Composition(
         name="claims", mesh=mesh, layout=Contiguous(), steps=(*steps, Dense(name="attend")), recompute="all"
     )
-    return prove(composition, small(sequence=8), mask.mask_of(mask_kind, 8))
+    return prove(composition, small(sequence=8), mask_of(mask_kind, 8))
 
 
 def test_pieces_that_no_rank_of_the_group_holds_are_refused() -> None:

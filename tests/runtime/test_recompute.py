@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import cp_engine
-from cp_engine.runtime import planned_attention
+from cp_engine.runtime import recompute
 
 SEQUENCE, HEADS, HEAD_DIM = 31, 4, 8
 WIDTH = HEADS * HEAD_DIM
@@ -238,13 +238,10 @@ def test_a_digest_tells_numbers_in_other_places_apart(dtype: torch.dtype) -> Non
             (a, b), (c, d) = (torch.randperm(n, generator=generator)[:2] for n in (9, width))
             y = x.clone()
             x[0, 0, a, c] = x[0, 0, b, d] = y[0, 0, a, d] = y[0, 0, b, c] = 5  # the same rows and columns, sorted
-            assert planned_attention._print(x) != planned_attention._print(y)
+            assert recompute._digest(x) != recompute._digest(y)
     z = torch.randn(2, 3, 9, 8, dtype=dtype)
-    assert planned_attention._print(z) == planned_attention._print(z.transpose(1, 2).contiguous().transpose(1, 2))
-    assert (
-        planned_attention._print(z[1:]) == planned_attention._print(z[1:].clone())
-        and planned_attention._print(z[:0]) == 0
-    )
+    assert recompute._digest(z) == recompute._digest(z.transpose(1, 2).contiguous().transpose(1, 2))
+    assert recompute._digest(z[1:]) == recompute._digest(z[1:].clone()) and recompute._digest(z[:0]) == 0
 
 
 def check_dropped_passes() -> None:
@@ -301,11 +298,9 @@ def test_what_a_model_changes_in_place_is_computed_again(two):
 def test_tensors_of_any_strides_are_digested(dtype: torch.dtype) -> None:
     x = torch.randn(2, 3, 9, 8, dtype=dtype)
     wide = torch.stack((x, x), -1).flatten(3)[..., ::2]
-    assert planned_attention._print(wide) == planned_attention._print(x)
+    assert recompute._digest(wide) == recompute._digest(x)
     for other in (x[:, :1].expand(-1, 3, -1, -1), x[0, 0, :, 0], x.transpose(1, 2), x[..., 1:]):
-        assert planned_attention._print(other) == planned_attention._print(
-            other.clone(memory_format=torch.contiguous_format)
-        )
+        assert recompute._digest(other) == recompute._digest(other.clone(memory_format=torch.contiguous_format))
 
 
 def check_released() -> None:
