@@ -355,8 +355,12 @@ def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize(
     ("whole_group", "seen"),
-    [(True, r"step +1/"), (False, r"step +1/"), (True, "starting"), (False, "starting")],
-    ids=["terminal", "parent", "terminal at start", "parent at start"],
+    [
+        pytest.param(True, r"step +1/", id="terminal"),
+        pytest.param(False, r"step +1/", id="parent", marks=pytest.mark.long),
+        pytest.param(True, "starting", id="terminal at start", marks=pytest.mark.long),
+        pytest.param(False, "starting", id="parent at start"),
+    ],
 )
 def test_ctrl_c_leaves_no_process_and_exits_130(tmp_path: Path, whole_group: bool, seen: str) -> None:
     with running(tmp_path, seen) as process:
@@ -380,10 +384,10 @@ def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("os.abort()", "killed by SIGABRT"),
+        pytest.param("os.abort()", "killed by SIGABRT", marks=pytest.mark.long),  # test_faults has it
         ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
-        ("os._exit(7)", "ended with exit code 7"),
-        ("os._exit(0)", "ended with exit code 0 before its job was done"),
+        pytest.param("os._exit(7)", "ended with exit code 7", marks=pytest.mark.long),
+        pytest.param("os._exit(0)", "ended with exit code 0 before its job was done", marks=pytest.mark.long),
         ("sys.exit(3)", "SystemExit: 3"),
     ],
 )
