@@ -418,7 +418,8 @@ KILLED = {
 }
 
 
-@pytest.mark.parametrize("rank", [pytest.param("1", marks=pytest.mark.long), "0"])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", KILLED)
 def test_a_save_that_is_killed_leaves_whole_checkpoints_and_the_same_losses(
     killed: Path, straight: Path, rank: str
 ) -> None:

@@ -418,6 +418,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert gone(process.pid)  # the server, which nobody waits for, takes some seconds to unload what it imported
 
 
+@pytest.mark.long
 def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(
     launch: Callable[..., Result], tmp_path: Path
 ) -> None:
