@@ -226,10 +226,11 @@ def test_npu_without_its_package_is_refused_with_what_is_missing() -> None:
             ["cp=ulysses", "titan.training.seq_len=64"],
             ["attend: npu_fusion_attention BNSD sparse_mode=2 (mask 2048 x 2048)"],
         ),
-        (
+        pytest.param(
             ["cp=dsa", "titan.model.flavor=npu_debugmodel", "titan.training.seq_len=1280",
              "titan.training.mixed_precision_param=bfloat16", "titan.training.local_batch_size=1"],
             ["select: npu_sparse", "attend: npu_sparse", "learn: npu_sparse"],
+            marks=pytest.mark.long,
         ),
     ],
 )  # fmt: skip

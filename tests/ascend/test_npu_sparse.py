@@ -210,6 +210,7 @@ def test_a_broken_call_is_seen(fault: str, monkeypatch: patch) -> None:
     assert expected <= wrong(torch.bfloat16)
 
 
+@pytest.mark.long  # each operator is held against torch operations above
 def test_verify_holds_the_operators_against_torch_operations(monkeypatch: patch) -> None:
     taken = attention_mode.TAKEN
     plan = plan_from_config(compose("dsa"), shape=taken, mask={"kind": "causal"})

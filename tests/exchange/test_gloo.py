@@ -1,6 +1,7 @@
 """The same numbers and bytes on real gloo ranks: whole worlds of 2 and 4, and groups of 2 inside a world of 4."""
 
 from collections.abc import Mapping
+from itertools import product
 
 import pytest
 import torch
@@ -41,11 +42,21 @@ CASES = [
         False,
     ),
 ]
-every_case = pytest.mark.parametrize("case", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i][:4])))
+KINDS = ("two", "four", "half of four")
 
 
-@pytest.mark.parametrize("preset", SPREAD)
-@every_case
+def in_turn(*kinds: str) -> list[object]:
+    """Every case with every preset, on groups of each kind. By default a pair runs on one of the three kinds, in turn, so that every
+    preset and every case meets each kind of group; the others are for -m long."""
+    found = []
+    for kind, case, (number, preset) in product(kinds, range(len(CASES)), enumerate(SPREAD)):
+        marks = () if (case + number) % len(KINDS) == KINDS.index(kind) else pytest.mark.long
+        name = "-".join(map(str, (*CASES[case][:4], preset)))
+        found.append(pytest.param(kind, case, preset, marks=marks, id=f"{kind}-{name}" if len(kinds) > 1 else name))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "case", "preset"), in_turn("two", "four"), indirect=["ranks"])
 def test_out_gradients_and_bytes_are_those_of_the_plan(ranks, preset, case):
     check(ranks, preset, *CASES[case], degree=len(ranks.processes), turn=case)
 
@@ -88,9 +99,8 @@ def test_out_gradients_and_bytes_of_the_whole_matrix_in_a_group_of_two(four, pre
     check(four, preset, heads, sequence, batch, order, CAUSAL, 1, False, degree=2, turn=sequence + batch)
 
 
-@pytest.mark.parametrize("preset", SPREAD)
-@every_case
-def test_out_and_gradients_in_a_group_of_two_inside_four_ranks(four, preset, case):
+@pytest.mark.parametrize(("kind", "case", "preset"), in_turn("half of four"))
+def test_out_and_gradients_in_a_group_of_two_inside_four_ranks(four, kind, case, preset):
     check(four, preset, *CASES[case], degree=2, turn=case)
 
 
@@ -146,8 +156,15 @@ def from_each_call(cp: Mapping[str, object], shape: Shape) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("order", ["", "reorder to balanced"])
-@pytest.mark.parametrize("preset", SPREAD)
+def one_of(values: tuple[str, ...]) -> list[object]:
+    """Every preset with every value, by default one of them in turn."""
+    return [
+        pytest.param(value, preset, marks=() if number % len(values) == i else pytest.mark.long, id=f"{preset}-{value}")
+        for (i, value), (number, preset) in product(enumerate(values), enumerate(SPREAD))
+    ]
+
+
+@pytest.mark.parametrize(("order", "preset"), one_of(("", "reorder to balanced")))
 def test_documents_of_each_call_are_those_that_are_computed(four, preset, order):
     shape = Shape(batch=2, sequence=31, heads=4, kv_heads=2, head_dim=8, v_head_dim=8, dtype="float64")
     four.run(from_each_call, varied(preset, 4, order=order), fitting(preset, shape))
@@ -198,7 +215,16 @@ def any_strides(cp: Mapping[str, object], shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("preset", SPREAD)
-@pytest.mark.parametrize("sequence", [16, 18])
+@pytest.mark.parametrize(
+    ("ranks", "sequence"),
+    [
+        ("two", 16),
+        ("four", 18),
+        pytest.param("two", 18, marks=pytest.mark.long),
+        pytest.param("four", 16, marks=pytest.mark.long),
+    ],
+    indirect=["ranks"],
+)
 def test_inputs_and_gradients_of_any_strides(ranks, preset, sequence):
     shape = Shape(batch=2, sequence=sequence, heads=4, kv_heads=4, head_dim=8, v_head_dim=8, dtype="float64")
     ranks.run(any_strides, varied(preset, len(ranks.processes)), fitting(preset, shape))
@@ -226,8 +252,9 @@ def doubled_exchange(cp: Mapping[str, object], shape: Shape) -> list[tuple[str, 
             setattr(GroupChannel, name, once[name])
 
 
-def test_a_doubled_exchange_is_found_by_the_count_though_the_numbers_are_right(four):
-    for preset, sequence in ((p, s) for p in SPREAD for s in (31, 32)):
+@pytest.mark.parametrize("sequence", [31, pytest.param(32, marks=pytest.mark.long)])
+def test_a_doubled_exchange_is_found_by_the_count_though_the_numbers_are_right(four, sequence):
+    for preset in SPREAD:
         shape = Shape(batch=1, sequence=sequence, heads=4, kv_heads=4, head_dim=16, v_head_dim=16, dtype="float64")
         for bad in four.run(doubled_exchange, varied(preset, 4), fitting(preset, shape)):
             assert bad and all("executed" in name or "bytes_sent" in name for name, _ in bad)

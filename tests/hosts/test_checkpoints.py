@@ -418,6 +418,7 @@ KILLED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", KILLED)
 def test_a_save_that_is_killed_leaves_whole_checkpoints_and_the_same_losses(
     killed: Path, straight: Path, rank: str
@@ -454,6 +455,7 @@ def test_another_strategy_continues_with_the_same_losses(straight: Path, tmp_pat
     assert require_whole(step(tmp_path / "b", 6), digests=True)
 
 
+@pytest.mark.long
 def test_a_restart_continues_by_itself_with_the_same_losses(straight: Path, tmp_path: Path) -> None:
     once = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(7)"
     fault = {"FAULT_RANK": "1", "FAULT_STEP": "4", "FAULT_AT": "backward", "FAULT": once}

@@ -25,6 +25,7 @@ from tests.primitives.sparse_shapes import PUBLIC
 from tests.runtime.test_memory import most_held
 
 
+@pytest.mark.long
 def test_command_trains_and_both_losses_fall(launch: Callable[..., Result], tmp_path: Path) -> None:
     result = launch("cp=dsa", "hydra.run.dir=run")
     assert result.code == 0, result.err

@@ -52,7 +52,7 @@ CHECKPOINTING = {
 }
 # One rank cannot be the reference where torchtitan itself differs from one rank; docs/torchtitan.md says how.
 DIFFERS_FROM_ONE_RANK = {("llama3", "pipeline"), ("deepseek_v3", "pipeline"), ("deepseek_v3", "tensor")}
-SHORT = {("deepseek_v3", "fsdp_expert", "ulysses"), ("qwen3", "fsdp", "ulysses"), ("qwen3", "tensor", "ulysses")}
+SHORT = {("deepseek_v3", "fsdp_expert", "ulysses")}
 
 
 def cases() -> list[object]:

@@ -106,6 +106,7 @@ def test_weights_one_rounding_away_are_the_floats_beside_them(one_rank: None) ->
     assert 400 < int((moved[0] > before).sum()) < 600
 
 
+@pytest.mark.long  # test_comparison has every verdict
 def test_comparison_whose_roundings_grow_beyond_telling_is_not_decided(launch: Callable[..., Result]) -> None:
     options = ("mode=verify", "verify.level=training", "cp=ulysses", "model=llama3", "titan.training.seq_len=32")
     result = launch(*options, "titan.optimizer.lr=1")

@@ -363,8 +363,12 @@ def running(tmp_path: Path, seen: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize(
     ("whole_group", "seen"),
-    [(True, r"step +1/"), (False, r"step +1/"), (True, "starting"), (False, "starting")],
-    ids=["terminal", "parent", "terminal at start", "parent at start"],
+    [
+        pytest.param(True, r"step +1/", id="terminal"),
+        pytest.param(False, r"step +1/", id="parent", marks=pytest.mark.long),
+        pytest.param(True, "starting", id="terminal at start", marks=pytest.mark.long),
+        pytest.param(False, "starting", id="parent at start"),
+    ],
 )
 def test_ctrl_c_leaves_no_process_and_exits_130(tmp_path: Path, whole_group: bool, seen: str) -> None:
     with running(tmp_path, seen) as process:
@@ -388,10 +392,10 @@ def test_killed_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("os.abort()", "killed by SIGABRT"),
+        pytest.param("os.abort()", "killed by SIGABRT", marks=pytest.mark.long),  # test_faults has it
         ("os.kill(os.getpid(), signal.SIGTERM)", "killed by SIGTERM"),
-        ("os._exit(7)", "ended with exit code 7"),
-        ("os._exit(0)", "ended with exit code 0 before its job was done"),
+        pytest.param("os._exit(7)", "ended with exit code 7", marks=pytest.mark.long),
+        pytest.param("os._exit(0)", "ended with exit code 0 before its job was done", marks=pytest.mark.long),
         ("sys.exit(3)", "SystemExit: 3"),
     ],
 )
@@ -422,6 +426,7 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         assert gone(process.pid)  # the server, which nobody waits for, takes some seconds to unload what it imported
 
 
+@pytest.mark.long
 def test_error_in_the_ranks_is_shown_once_with_the_end_of_the_log(
     launch: Callable[..., Result], tmp_path: Path
 ) -> None:

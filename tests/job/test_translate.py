@@ -335,7 +335,10 @@ def test_two_runs_from_one_toml_share_no_folder(command: Command) -> None:
 )
 @pytest.mark.parametrize(
     ("file", "options"),
-    [("npu_ulysses", ()), ("npu_dsa", ("translate.drop_npu_converters=true", *AS_OWN.split()))],
+    [
+        ("npu_ulysses", ()),
+        pytest.param("npu_dsa", ("translate.drop_npu_converters=true", *AS_OWN.split()), marks=pytest.mark.long),
+    ],
 )
 def test_training_from_a_toml_agrees_with_torchtitan_alone(
     launch: Callable[..., Result], tmp_path: Path, file: str, options: tuple[str, ...]

@@ -54,11 +54,11 @@ def most_held(profiled: profile) -> int:
 @pytest.mark.parametrize(
     "preset,mask,overrides",
     [
-        ("ring", "causal", ()),
+        pytest.param("ring", "causal", (), marks=pytest.mark.long),
         ("ring_zigzag", "causal", ()),
-        ("allgather_kv", "causal", ()),
+        pytest.param("allgather_kv", "causal", (), marks=pytest.mark.long),
         ("allgather_kv", "causal", ("layout@cp.layout=zigzag",)),
-        ("ulysses", "causal", ()),
+        pytest.param("ulysses", "causal", (), marks=pytest.mark.long),
         ("ulysses", "causal", ("cp.head_groups=2",)),
         ("window_halo", WINDOW, ()),
     ],
