@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from cp_engine.runtime.attention import Attention
     from cp_engine.runtime.compile import compile
     from cp_engine.runtime.context import ContextParallel
+    from cp_engine.runtime.sparse_attention import SparseAttention
 
 _HOMES = {
-    "Attention": "runtime.call",
+    "Attention": "runtime.attention",
     "CPError": "errors",
     "ContextParallel": "runtime.context",
+    "SparseAttention": "runtime.sparse_attention",
     "compile": "runtime.compile",
 }
 
-__all__ = ["Attention", "CPError", "ContextParallel", "__version__", "compile"]
+__all__ = ["Attention", "CPError", "ContextParallel", "SparseAttention", "__version__", "compile"]
 
 
 def __getattr__(name: str) -> object:

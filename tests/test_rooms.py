@@ -98,3 +98,7 @@ def test_a_folder_says_what_is_in_it_and_imports_nothing() -> None:
 def test_files_are_small() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
     assert {name: count for name, count in lines.items() if count > LARGEST} == {}
+
+
+def test_public_names_are_where_the_package_says() -> None:
+    assert all(getattr(cp_engine, name).__name__ == name for name in cp_engine.__all__ if name != "__version__")

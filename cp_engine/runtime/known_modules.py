@@ -49,6 +49,7 @@ SITES = (
         "SparseAttention",
         "cp_engine.runtime.sparse_attention:read_sparse",
         TENSORS,
+        "cp_engine.SparseAttention",
     ),
     Known("torchtitan.models.attention", "ScaledDotProductAttentionWrapper", READ_QKV, QKV),
     Known("torchtitan.models.attention", "FlexAttentionWrapper", "cp_engine.hosts.torchtitan.attention:read_flex", QKV),
