@@ -59,7 +59,7 @@ def attend(call: Call, plan: str, scale: float) -> Tensor:
     given = {**call.tensors, **call.parameters}
     mask = ("full", "causal")[call.mask] if isinstance(call.mask, bool) else "another mask"
     arguments = ",".join(given), ",".join(call.parameters), mask, call.enable_gqa
-    results: list[Tensor] = torch.ops.cp_engine.kernels.tiled(list(given.values()), *arguments, plan, scale)
+    results: list[Tensor] = torch.ops.cp_engine.attend(list(given.values()), *arguments, plan, scale)
     return results[0]
 
 
