@@ -58,9 +58,8 @@ class ExchangeOperation:
         self._names, self._gradients = (tuple(t.tensor for t in ts) for ts in (transfers, adjoints))
         # in one collective travels what has one dtype: positions, statistics, and gradients in float32, apart from the others
         self._wide = tuple(n for n in self._gradients if n in wide)
-        self._forward = Redistribution(
-            transfers, target, _bundles(self._names, [row(n).dtype for n in self._names], is_packed=is_packed)
-        )
+        kinds = [row(n).dtype for n in self._names] if is_packed else self._names
+        self._forward = Redistribution(transfers, target, _bundles(self._names, kinds, is_packed=is_packed))
         apart = _bundles(self._gradients, [n in wide for n in self._gradients], is_packed=is_packed)
         self._backward = Redistribution(adjoints, target, apart) if adjoints else None
 
