@@ -173,7 +173,7 @@ def mask_of(config: Config, size: int) -> Mask:
     missing = [name for name in required if fields.get(name) in (None, "???")]
     problems = []
     for n in unknown:
-        near = suggest(n, (*required, *optional))
+        near = suggest(str(n), (*required, *optional))  # YAML has keys that are no text
         tries = (f"'~mask.{n}' ++mask.{near}={fields[n]}",) if near else (f"'~mask.{n}'",)
         problems.append(Problem(key=f"mask.{n}", what=f"unknown field of {kind}", details=(allowed,), tries=tries))
     for n in missing:

@@ -344,3 +344,8 @@ def test_missing_field_is_added_or_set(config: Config, line: str) -> None:
     with pytest.raises(ConfigError) as caught:
         mask_of({"kind": "window", "right": 0, **config}, 5)
     assert caught.value.problems[0].tries == (line,)
+
+
+def test_a_field_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mask\.1  unknown field of prefix"):
+        mask_of({"kind": "prefix", 1: 8, "length": 2}, 6)
