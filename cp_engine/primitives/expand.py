@@ -82,7 +82,8 @@ class Expand(Step):
     def lower(self, planned: PlannedStep, plan: Plan, target: Target) -> Operation:
         heads, rope = planned.layout_after("k").heads, planned.layout_before("k_rope").heads
         has_rope = [rope[r].count > 0 for r in target.ranks]
-        return ExpandOperation([heads[r] for r in target.ranks], has_rope, plan.shape.head_dim - plan.shape.rope_dim)
+        nope_dim, wide = plan.shape.head_dim - plan.shape.rope_dim, plan.wide_gradients
+        return ExpandOperation([heads[r] for r in target.ranks], has_rope, nope_dim, wide)
 
 
 class ExpandOperation:
@@ -92,10 +93,14 @@ class ExpandOperation:
         heads: per local rank, the q heads that are expanded for; a rank without any may hold the latent or not.
         has_rope: per local rank, whether the rotary key is there.
         nope_dim: width of the part of a key that is expanded.
+        wide: tensors whose gradients are summed over ranks, and travel in float32 for it.
     """
 
-    def __init__(self, heads: Sequence[IndexSet], has_rope: Sequence[bool], nope_dim: int) -> None:
+    def __init__(
+        self, heads: Sequence[IndexSet], has_rope: Sequence[bool], nope_dim: int, wide: frozenset[str]
+    ) -> None:
         self._heads, self._has_rope, self._nope_dim = tuple(heads), tuple(has_rope), nope_dim
+        self._wide = wide
 
     def outline(self, sketches: Sketches) -> list[Sketch]:
         latents, ropes, weights = sketches.pop("kv_latent"), sketches.pop("k_rope"), sketches.pop("kv_up")
@@ -149,6 +154,9 @@ class ExpandOperation:
                 share[r.slice()] = part[local : local + r.count]
             found["kv_latent"].append(dlatent)
             found["kv_up"].append(share)
+        for name in ("kv_latent", "k_rope"):
+            if name not in self._wide:
+                found[name] = [g.to(weight.dtype) for g, weight in zip(found[name], saved[n:], strict=True)]
         grads.update(found)
         return ()
 
